@@ -1,0 +1,38 @@
+# The commands that a person types. Each needs Python 3.11 to 3.13, make and a network; `make help` lists them.
+
+PYTHON ?= python3
+BIN := .venv/bin
+CHAPTERS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help run test lab checkpoints lock clean
+
+help:  ## list these commands
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+# Installs again whenever the lock or the project's own metadata changes, and never otherwise.
+.venv/installed: requirements.lock pyproject.toml
+	@$(PYTHON) tools/check_python.py
+	@echo "Creating .venv and installing the locked packages (a few minutes, once) ..."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo "Installed."
+
+run: .venv/installed  ## execute the chapters, and show a table and their pictures (CHAPTERS=notebooks/04_*.ipynb for some)
+	@$(BIN)/python tools/run_chapters.py $(CHAPTERS)
+
+test: .venv/installed  ## check the code and the notebooks, and run every test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/python -m pytest
+
+lab: .venv/installed  ## open the chapters in JupyterLab
+	@$(BIN)/jupyter lab notebooks
+
+lock: .venv/installed  ## write requirements.lock and environment.yml anew from pyproject.toml
+	@$(BIN)/python tools/lock.py
+
+clean:  ## remove what these commands made
+	rm -rf .venv .venv-train build

@@ -1,0 +1,137 @@
+"""Which devices JAX sees, and how to see several on a machine that has one."""
+
+import os
+from pathlib import Path
+
+import jax
+
+from helpers._chips import has_tpu_chips
+
+DEVICES_VARIABLE = "TUTORIAL_DEVICES"
+
+_ADVICE = {
+    "Colab": "choose Runtime > Change runtime type > TPU in Colab's menu, and run the notebook again from the top",
+    "Kaggle": "choose Settings > Accelerator > TPU in Kaggle's menu, and run the notebook again from the top",
+    "TPU VM": "this machine has TPU chips that JAX cannot use: install jax[tpu], and stop other processes that hold "
+    "the chips (sudo lsof -w /dev/accel* /dev/vfio/*)",
+    "GPU": "this machine has an NVIDIA GPU that JAX cannot use: install jax[cuda13]",
+    "laptop": "there is no accelerator to switch on here: go on with the CPU, or open the notebook in Colab or Kaggle",
+}
+
+
+def simulate_devices(n: int = 8) -> int:
+    """Present the CPU as ``n`` JAX devices, so that parallel programs have devices to run on.
+
+    Builds on the configuration option ``jax_num_cpu_devices``. An accelerator is left alone: it stays the default
+    backend, and only ``jax.devices("cpu")`` grows. The environment variable ``TUTORIAL_DEVICES`` overrides ``n``.
+    Calling it again with the same number does nothing.
+
+    Parameters
+    ----------
+    n : int
+        How many devices, 1 or more.
+
+    Returns
+    -------
+    int
+        The number of CPU devices that JAX now has.
+
+    Raises
+    ------
+    ValueError
+        If the number is not a whole number of at least 1.
+    RuntimeError
+        If JAX has already started with another number; it reads the option only once.
+
+    Examples
+    --------
+    >>> simulate_devices(len(jax.devices("cpu"))) == len(jax.devices("cpu"))  # already so: harmless
+    True
+    """
+    wanted = os.environ.get(DEVICES_VARIABLE, n)
+    try:
+        count = int(wanted)
+    except (TypeError, ValueError):
+        count = 0
+    if count < 1 or isinstance(wanted, float):
+        source = DEVICES_VARIABLE if DEVICES_VARIABLE in os.environ else "n"
+        raise ValueError(f"{source} is {wanted!r}, but the number of devices must be a whole number of at least 1.")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        present = len(jax.devices("cpu"))
+        if present != count:
+            raise RuntimeError(
+                f"JAX has already started with {present} CPU device(s) and cannot change to {count}: restart the "
+                "kernel and call simulate_devices before anything else uses JAX."
+            ) from None
+    return count
+
+
+def device_report() -> str:
+    """Say in a few lines what JAX runs on: platform, kind, number and memory of the devices.
+
+    Builds on ``jax.devices()`` and ``Device.memory_stats()``. Memory is in GiB, and is what JAX may allocate.
+
+    Examples
+    --------
+    >>> print(device_report())  # doctest: +ELLIPSIS
+    JAX ... runs on ...
+    """
+    devices = jax.devices()
+    first = devices[0]
+    stats = first.memory_stats() or {}
+    if "bytes_limit" in stats:
+        memory = f"{stats['bytes_limit'] / 2**30:.1f} GiB of memory on each"
+    elif first.platform == "cpu":
+        memory = f"{_host_memory() / 2**30:.1f} GiB of memory, shared by all of them"
+    else:
+        memory = "an unknown amount of memory"
+    lines = [
+        f"JAX {jax.__version__} runs on {len(devices)} device(s) of platform {first.platform!r}, "
+        f"kind {first.device_kind!r}, with {memory}."
+    ]
+    if jax.process_count() > 1:
+        lines.append(f"This is process {jax.process_index()} of {jax.process_count()}; it holds {jax.local_devices()}.")
+    if first.platform == "cpu":
+        lines.append(
+            f"This is a CPU run: the {len(devices)} device(s) share {os.cpu_count()} core(s), so programs behave as on "
+            "real devices, but more devices make nothing faster."
+        )
+    return "\n".join(lines)
+
+
+def require_accelerator() -> None:
+    """Stop with advice unless JAX runs on a TPU or a GPU.
+
+    Raises
+    ------
+    RuntimeError
+        If the default backend is the CPU. The message names the backend and what to do in this runtime.
+    """
+    platform = jax.default_backend()
+    if platform == "cpu":
+        runtime = _runtime()
+        raise RuntimeError(
+            f"JAX runs on the CPU, not on a TPU or GPU. On this machine ({runtime}): {_ADVICE[runtime]}."
+        )
+
+
+def _runtime() -> str:
+    """Where this code runs: a key of the advice above."""
+    if "COLAB_RELEASE_TAG" in os.environ:
+        return "Colab"
+    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
+        return "Kaggle"
+    if has_tpu_chips():
+        return "TPU VM"
+    return "GPU" if Path("/dev/nvidia0").exists() else "laptop"
+
+
+def _host_memory() -> int:
+    """Memory of this machine in bytes."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import psutil  # comes with JupyterLab; only Windows gets here
+
+    return psutil.virtual_memory().total

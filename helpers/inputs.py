@@ -1,0 +1,139 @@
+"""What a pipeline is called with: keys, and prompts as token ids, one share for each device."""
+
+import re
+import warnings
+
+import jax
+import numpy as np
+from flax.training.common_utils import shard
+
+
+def create_key(seed: int = 0) -> jax.Array:
+    """Make the random key that everything random in a picture follows from.
+
+    Builds on ``jax.random.key``: a typed key, scalar, of dtype ``key<fry>``.
+
+    Examples
+    --------
+    >>> create_key(0).shape
+    ()
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"The seed is {seed!r}: give a whole number.")
+    return jax.random.key(int(seed))
+
+
+def split_keys(key: jax.Array, n: int | None = None) -> jax.Array:
+    """Split a key into one for each device, so that each device draws another picture.
+
+    Builds on ``jax.random.split``.
+
+    Parameters
+    ----------
+    key : jax.Array
+        One key, from ``create_key``.
+    n : int, optional
+        How many; by default ``jax.device_count()``.
+
+    Returns
+    -------
+    jax.Array
+        ``n`` keys, of shape (n,). The same key always gives the same ones.
+
+    Raises
+    ------
+    TypeError
+        If ``key`` is not one typed key.
+    ValueError
+        If ``n`` is less than 1.
+
+    Examples
+    --------
+    >>> split_keys(create_key(0), 3).shape
+    (3,)
+    """
+    if not isinstance(key, jax.Array) or not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"A key was expected, but got {key!r}: make one with create_key(seed).")
+    if key.ndim:
+        raise TypeError(f"One key was expected, but got {key.size} of shape {key.shape}: these are split already.")
+    n = jax.device_count() if n is None else n
+    if n < 1:
+        raise ValueError(f"A key cannot be split into {n}: give at least 1.")
+    return jax.random.split(key, n)
+
+
+def prepare_prompts(pipeline, prompts: str | list[str]) -> np.ndarray:
+    """Tokenize prompts and spread them over the devices.
+
+    Builds on ``pipeline.prepare_inputs`` and ``flax.training.common_utils.shard``.
+
+    Parameters
+    ----------
+    pipeline : FlaxStableDiffusionPipeline
+        Its tokenizer is used.
+    prompts : str or list of str
+        One prompt, which every device gets, or a list whose length the number of devices divides; device ``d`` gets
+        the ``d``-th share of the list.
+
+    Returns
+    -------
+    numpy.ndarray
+        Token ids, int32 or int64 of shape (devices, prompts per device, 77).
+
+    Raises
+    ------
+    TypeError
+        If a prompt is not a string.
+    ValueError
+        If there are no prompts, or they do not fill the devices.
+
+    Warns
+    -----
+    UserWarning
+        If a prompt is longer than the text encoder reads, with what is cut off; and, with a bundled checkpoint, if
+        it has words that the checkpoint never saw.
+    """
+    devices = jax.device_count()
+    if isinstance(prompts, str):
+        prompts = [prompts] * devices
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(
+            f"Prompts must be a string or a list of strings, but got {type(prompts).__name__}: {prompts!r}."
+        )
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise TypeError(f"Every prompt must be a string, but one is {type(prompt).__name__}: {prompt!r}.")
+    if not prompts:
+        raise ValueError(f"There are no prompts: give {devices}, or one as a string for every device.")
+    if len(prompts) % devices:
+        more = devices * (len(prompts) // devices + 1)
+        fewer = more - devices
+        raise ValueError(
+            f"{len(prompts)} prompts cannot be spread over {devices} devices: give "
+            + (f"{fewer} or {more}" if fewer else f"{more}")
+            + f", or repeat them with [p for p in prompts for _ in range({devices})]."
+        )
+    for prompt in dict.fromkeys(prompts):
+        _warn_about(pipeline.tokenizer, prompt)
+    return shard(pipeline.prepare_inputs(list(prompts)))
+
+
+def _warn_about(tokenizer, prompt: str) -> None:
+    """Say what the text encoder will not see, or never saw."""
+    # The two places that are not words: the start token and the end token.
+    room = tokenizer.model_max_length - 2
+    tokens = tokenizer.tokenize(prompt)
+    if len(tokens) > room:
+        lost = tokenizer.convert_tokens_to_string(tokens[room:]).strip()
+        warnings.warn(
+            f"This prompt has {len(tokens)} tokens, and the text encoder reads {room}; it will not see: {lost!r}",
+            stacklevel=3,
+        )
+    known = tokenizer.init_kwargs.get("caption_words")
+    unknown = [word for word in dict.fromkeys(re.findall(r"\w+", prompt.lower())) if known and word not in known]
+    if unknown:
+        warnings.warn(
+            f"The bundled checkpoint never saw {', '.join(map(repr, unknown))}, so expect nothing sensible of "
+            f"{prompt!r}. It knows these words: {', '.join(known)}.",
+            stacklevel=3,
+        )

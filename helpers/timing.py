@@ -1,0 +1,102 @@
+"""How long calls take, and how many programs they compile."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import jax
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds that calls took: the first one, which may compile, and each later one."""
+
+    first: float
+    later: tuple[float, ...]
+
+    @property
+    def steady(self) -> float:
+        """Median of the later calls, in seconds."""
+        return statistics.median(self.later)
+
+    def __str__(self) -> str:
+        spread = f"{min(self.later):.3f} to {max(self.later):.3f}"
+        return f"first call {self.first:.3f} s, then {self.steady:.3f} s (median of {len(self.later)}: {spread} s)"
+
+
+def time_calls(fn: Callable, *args, repeats: int = 3, **kwargs) -> Timing:
+    """Time a first call and later ones apart, each until its results are there.
+
+    JAX returns before the devices are done, so every call is timed up to ``jax.block_until_ready`` of its result.
+
+    Parameters
+    ----------
+    fn : callable
+        Called as ``fn(*args, **kwargs)``, ``1 + repeats`` times. It should return what it computes: what it does not
+        return cannot be waited for.
+    repeats : int
+        How many later calls, 1 or more.
+
+    Returns
+    -------
+    Timing
+        ``first``, ``later`` and their median ``steady``, in seconds.
+
+    Examples
+    --------
+    >>> timing = time_calls(jax.numpy.sin, 1.0, repeats=2)
+    >>> len(timing.later), timing.steady > 0
+    (2, True)
+    """
+    if not callable(fn):
+        raise TypeError(f"time_calls needs a function, but got {fn!r}: pass fn and its arguments, not its result.")
+    if repeats < 1:
+        raise ValueError(f"repeats is {repeats}, but a steady state needs at least 1 later call.")
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(fn(*args, **kwargs))
+        seconds.append(time.perf_counter() - start)
+    return Timing(seconds[0], tuple(seconds[1:]))
+
+
+@dataclass
+class Compilations:
+    """Names of the programs that were compiled, as JAX reports them, in order."""
+
+    names: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@contextmanager
+def count_compilations() -> Iterator[Compilations]:
+    """Count the programs that JAX compiles inside a ``with`` block.
+
+    Builds on ``jax.monitoring``, where JAX reports each call of the compiler. Seconds would depend on the machine; the
+    count does not.
+
+    Examples
+    --------
+    >>> double = jax.jit(lambda x: 2 * x)
+    >>> with count_compilations() as compiled:
+    ...     _ = double(1.0), double(2.0)
+    >>> len(compiled)
+    1
+    """
+    compilations = Compilations()
+    active = True
+
+    def listen(event: str, duration: float, **details) -> None:
+        if active and event == "/jax/core/compile/backend_compile_duration":
+            compilations.names.append(details.get("fun_name", "unnamed"))
+
+    # There is no public way to unregister in every supported version, so the listener goes quiet instead.
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield compilations
+    finally:
+        active = False

@@ -1,0 +1,85 @@
+"""Write what follows from pyproject.toml: requirements.lock and environment.yml.
+
+The lock holds every package for every supported Python and system, with hashes. The environment is for conda and
+Binder: Python 3.12, and the lock's versions of the packages that pyproject.toml names.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCK = ROOT / "requirements.lock"
+ENVIRONMENT = ROOT / "environment.yml"
+EXTRAS = ("tpu", "lab", "test")
+PYTHON = "3.12"
+HEADER = "# Written by `make lock` from pyproject.toml. Do not edit.\n"
+
+
+def write_lock(upgrade: bool) -> None:
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
+    command += ["--generate-hashes", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--no-annotate"]
+    command += [argument for extra in EXTRAS for argument in ("--extra", extra)]
+    command += ["--upgrade"] if upgrade else []
+    # Where the wheels came from is this machine's business: the lock holds names, versions and hashes.
+    subprocess.run([*command, "pyproject.toml", "--output-file", LOCK.name], cwd=ROOT, check=True)
+    LOCK.write_text(HEADER + LOCK.read_text().removeprefix(HEADER))
+
+
+def locked_versions(python: str, system: str = "linux", machine: str = "x86_64") -> dict[str, str]:
+    """Package names and versions that the lock gives on this Python and system."""
+    environment = default_environment() | {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "sys_platform": system,
+        "platform_system": system.capitalize(),
+        "platform_machine": machine,
+    }
+    lines = re.findall(r"^([a-z0-9][^\\\n]*?)\s*\\?$", LOCK.read_text(), flags=re.MULTILINE)
+    requirements = [Requirement(line) for line in lines]
+    return {
+        requirement.name: next(iter(requirement.specifier)).version
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate(environment)
+    }
+
+
+def environment_yml() -> str:
+    """The text of environment.yml."""
+    versions = locked_versions(PYTHON)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [*project["dependencies"], *project["optional-dependencies"]["lab"]]
+    names = [Requirement(line).name for line in named]
+    has_libtpu = "platform_system == 'Linux' and platform_machine == 'x86_64'"
+    pins = [f"jax[tpu]=={versions['jax']}; {has_libtpu}"]
+    pins += [f"{name}=={versions[name]}" for name in names]
+    lines = [
+        f"name: {project['name']}",
+        "channels:",
+        "  - conda-forge",
+        "dependencies:",
+        f"  - python={PYTHON}",
+        "  - pip",
+        "  - pip:",
+        *(f'      - "{pin}"' for pin in pins),
+        "      - -e .",
+    ]
+    return HEADER + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions that pyproject.toml allows")
+    write_lock(parser.parse_args().upgrade)
+    ENVIRONMENT.write_text(environment_yml())
+    print(f"Wrote {LOCK.name} and {ENVIRONMENT.name}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The judge: reads the attributes of a scene off a picture, or refuses.
+
+Nothing in it is fitted. It explains the picture as one shape of one colour on a background of another: the two colours
+come from the border and from the inside of what differs from it, and the shape is the one whose drawing, by the same
+renderer that made the training scenes, overlaps best with what is seen. A picture that has no such explanation (noise,
+an empty background, two shapes, a half-denoised picture) is refused, with the reason.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from training import scenes
+
+NEAR_COLOR = 55.0  # of 441, the distance between black and white: how far a colour may be from the palette's
+DIFFERS = 60.0  # how far a pixel must be from the background to belong to something else
+MOST_STRAY_BORDER = 0.05  # share of border pixels that may differ from the background
+MOST_STRAY_PIXELS = 0.06  # share of a shape's area that may have a third colour
+LEAST_OVERLAP = 0.84  # intersection over union of the shape seen and the shape drawn
+LEAST_AREA = 0.008  # of the picture; a small ring, cross or moon covers three times that
+TILTS = np.arange(-40.0, 41.0, 5.0)
+# Halfway between the ranges that the renderer uses.
+SMALL_BELOW, LARGE_ABOVE = (
+    (scenes.SIZES[a][1] + scenes.SIZES[b][0]) / 2 for a, b in (("small", "medium"), ("medium", "large"))
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a picture is no scene."""
+
+    reason: str
+
+
+def read(picture: np.ndarray) -> scenes.Scene | Refusal:
+    """Read a picture.
+
+    Parameters
+    ----------
+    picture : numpy.ndarray
+        Shape (pixels, pixels, 3): uint8, or float from 0 to 1.
+
+    Returns
+    -------
+    Scene or Refusal
+        The scene, its place, radius and tilt measured; the tilt of a circle or a ring is 0.
+    """
+    pixels = np.asarray(picture, np.float32) * (1 if picture.dtype == np.uint8 else 255)
+    side = len(pixels)
+
+    border = np.concatenate([pixels[0], pixels[-1], pixels[1:-1, 0], pixels[1:-1, -1]])
+    back = np.median(border, axis=0)
+    if (np.linalg.norm(border - back, axis=1) > DIFFERS).mean() > MOST_STRAY_BORDER:
+        return Refusal("the border has more than one colour")
+    background = _palette_name(back)
+    if background is None:
+        return Refusal("the background has no colour of the palette")
+
+    differs = np.linalg.norm(pixels - back, axis=-1) > DIFFERS
+    if differs.mean() < LEAST_AREA:
+        return Refusal("there is nothing on the background")
+    inside = _eroded(differs)
+    if not inside.any():
+        return Refusal("what differs from the background is only specks")
+    front = np.median(pixels[inside], axis=0)
+    color = _palette_name(front)
+    if color is None or color == background:
+        return Refusal("the shape has no colour of the palette")
+
+    # How much of each pixel is shape, if it is a mixture of the two colours, and what is left over if it is not.
+    step = front - back
+    alpha = ((pixels - back) @ step / (step @ step)).clip(0, 1)
+    stray = np.linalg.norm(pixels - back - alpha[..., None] * step, axis=-1) > DIFFERS
+    area = float(alpha.mean())
+    if stray.mean() > MOST_STRAY_PIXELS * area:
+        return Refusal("there is a third colour")
+
+    centers = (np.arange(side) + 0.5) / side
+    centroid = np.array([alpha.sum(0) @ centers, alpha.sum(1) @ centers]) / alpha.sum()
+    overlap, shape, x, y, radius, tilt = max(
+        (_match(alpha, shape, tilt, area, centroid) for shape in scenes.SHAPES for tilt in _tilts(shape)),
+        key=lambda match: match[0],
+    )
+    if _tilts(shape) != (0.0,):
+        finer = (tilt + turn for turn in (-4, -3, -2, -1, 0, 1, 2, 3, 4))
+        matches = (_match(alpha, shape, turned, area, centroid) for turned in finer)
+        overlap, shape, x, y, radius, tilt = max(matches, key=lambda match: match[0])
+    if overlap < LEAST_OVERLAP:
+        return Refusal(f"the closest shape, a {shape}, covers only {overlap:.0%} of it")
+    size = "small" if radius < SMALL_BELOW else "large" if radius > LARGE_ABOVE else "medium"
+    return scenes.Scene(size, color, shape, background, x, y, radius, tilt)
+
+
+def _palette_name(color: np.ndarray) -> str | None:
+    """The closest name in the palette, or None if no colour of it is close."""
+    distances = {name: np.linalg.norm(color - value) for name, value in scenes.PALETTE.items()}
+    name = min(distances, key=distances.get)
+    return name if distances[name] < NEAR_COLOR else None
+
+
+def _eroded(mask: np.ndarray) -> np.ndarray:
+    """The pixels whose four neighbours belong to the mask too."""
+    padded = np.pad(mask, 1)
+    return mask & padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+
+
+def _tilts(shape: str) -> tuple[float, ...]:
+    """Tilts that look different, coarsely."""
+    symmetry = scenes.SYMMETRY[shape]
+    return tuple(TILTS[np.abs(TILTS) <= symmetry / 2]) if symmetry else (0.0,)
+
+
+@cache
+def _moments(shape: str, tilt: float) -> tuple[float, np.ndarray]:
+    """Area of the shape of radius 1, and its centroid seen from the centre of its circle."""
+    fine = 256
+    mask = scenes.coverage(shape, 0.5, 0.5, 0.5, tilt, fine)
+    centers = (np.arange(fine) + 0.5) / fine - 0.5
+    return float(mask.mean()) * 4, np.array([mask.sum(0) @ centers, mask.sum(1) @ centers]) / mask.sum() * 2
+
+
+def _match(alpha: np.ndarray, shape: str, tilt: float, area: float, centroid: np.ndarray) -> tuple:
+    """Draw the shape with the seen area and centroid; its overlap with what is seen, and where it is."""
+    unit_area, offset = _moments(shape, tilt)
+    radius = float(np.sqrt(area / unit_area))
+    x, y = (float(c) for c in centroid - offset * radius)
+    drawn = scenes.coverage(shape, x, y, radius, tilt, len(alpha))
+    overlap = float(np.minimum(alpha, drawn).sum() / np.maximum(alpha, drawn).sum())
+    return overlap, shape, x, y, radius, tilt
+
+
+def right_attributes(asked: dict[str, str | None], picture: np.ndarray) -> dict[str, bool]:
+    """For each attribute that a caption names, whether the picture has it. A refused picture has none."""
+    seen = read(picture)
+    return {name: getattr(seen, name, None) == value for name, value in asked.items() if value is not None}
+
+
+def share(values: Iterable[bool]) -> float:
+    values = list(values)
+    return sum(values) / len(values)

@@ -1,0 +1,102 @@
+"""One training loop for every part: seeded by step, resumable, with a moving average of the weights."""
+
+import copy
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+SAVE_EVERY = 250  # steps
+WARMUP = 100  # steps
+
+
+def learning_rate(step: int, steps: int, peak: float, cooldown: int) -> float:
+    """Linear warm-up, a plateau, and half a cosine down to zero over the last ``cooldown`` steps."""
+    progress = max(0.0, step - (steps - cooldown)) / cooldown
+    return peak * min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def fit(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, torch.Generator], torch.Tensor],
+    *,
+    name: str,
+    folder: Path,
+    steps: int,
+    peak_lr: float,
+    cooldown: int,
+    seed: int,
+    device: torch.device,
+    ema_decay: float = 0.999,
+) -> tuple[nn.Module, dict]:
+    """Train ``model`` and return the averaged weights with a log of the losses.
+
+    Step ``n`` draws all its random numbers from a generator seeded with ``seed`` and ``n``, so that a run that was
+    cut off and resumed from ``folder`` takes the same steps as one that was not.
+
+    Parameters
+    ----------
+    loss_of : callable
+        Gives the loss of one batch, from the model and the step's generator (on the CPU).
+    cooldown : int
+        The number of steps at the end over which the learning rate falls to zero. Before them it is constant, so a
+        run can be made longer as long as its cool-down has not begun.
+    folder : Path
+        Holds ``<name>.pt``: weights, moving average, optimizer and log, written every 250 steps.
+    """
+    state_file = folder / f"{name}.pt"
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(device).train()
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), weight_decay=0.01)
+    log = {"steps": [], "loss": [], "seconds": 0.0}
+    first = 0
+    if state_file.exists():
+        state = torch.load(state_file, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        average.load_state_dict(state["average"])
+        optimizer.load_state_dict(state["optimizer"])
+        first, log = state["step"], state["log"]
+
+    recent: list[float] = []
+    started = time.monotonic()
+    with tqdm(range(first, steps), initial=first, total=steps, desc=name, mininterval=5) as bar:
+        for step in bar:
+            generator = torch.Generator().manual_seed(seed * 10_000_019 + step)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps, peak_lr, cooldown)
+            with torch.autocast(device.type, dtype=torch.bfloat16):
+                loss = loss_of(model, generator)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            # Early averages forget quickly, or they would remember the random start.
+            decay = min(ema_decay, (step + 1) / (step + 10))
+            torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - decay)
+
+            recent.append(float(loss.detach()))
+            done = step + 1
+            if done % 50 == 0 or done == steps:
+                log["steps"].append(done)
+                log["loss"].append(sum(recent) / len(recent))
+                recent.clear()
+                bar.set_postfix(loss=f"{log['loss'][-1]:.4f}")
+            if done % SAVE_EVERY == 0 or done == steps:
+                now = time.monotonic()
+                log["seconds"], started = log["seconds"] + now - started, now
+                state = {
+                    "model": model.state_dict(),
+                    "average": average.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": done,
+                    "log": log,
+                }
+                torch.save(state, state_file.with_suffix(".tmp"))
+                os.replace(state_file.with_suffix(".tmp"), state_file)
+    return average.eval(), log
