@@ -31,6 +31,18 @@ test: .venv/installed  ## check the code and the notebooks, and run every test
 lab: .venv/installed  ## open the chapters in JupyterLab
 	@$(BIN)/jupyter lab notebooks
 
+# Training needs PyTorch, which nothing else here does, so it has an environment of its own.
+.venv-train/installed: requirements.lock pyproject.toml
+	@$(PYTHON) tools/check_python.py
+	@echo "Creating .venv-train with PyTorch (a few minutes, once) ..."
+	@$(PYTHON) -m venv .venv-train
+	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train]'
+	@touch $@
+
+checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about two hours on 2 cores; resumable)
+	@.venv-train/bin/python -m training
+
 lock: .venv/installed  ## write requirements.lock and environment.yml anew from pyproject.toml
 	@$(BIN)/python tools/lock.py
 

@@ -1,6 +1,5 @@
 """The few functions that the chapters share. Everything else in them is JAX, Flax and diffusers."""
 
-from helpers import _chips  # noqa: F401  (before anything imports JAX)
 from helpers.checkpoints import Checkpoint, bundled_checkpoint, pick_checkpoint
 from helpers.devices import device_report, require_accelerator, simulate_devices
 from helpers.images import image_grid

@@ -1,11 +1,10 @@
 """Which devices JAX sees, and how to see several on a machine that has one."""
 
+import importlib.util
 import os
 from pathlib import Path
 
 import jax
-
-from helpers._chips import has_tpu_chips
 
 DEVICES_VARIABLE = "TUTORIAL_DEVICES"
 
@@ -14,9 +13,18 @@ _ADVICE = {
     "Kaggle": "choose Settings > Accelerator > TPU in Kaggle's menu, and run the notebook again from the top",
     "TPU VM": "this machine has TPU chips that JAX cannot use: install jax[tpu], and stop other processes that hold "
     "the chips (sudo lsof -w /dev/accel* /dev/vfio/*)",
-    "GPU": "this machine has an NVIDIA GPU that JAX cannot use: install jax[cuda13]",
+    "GPU": "this machine has a GPU that JAX cannot use: install jax[cuda13] if it is NVIDIA's",
     "laptop": "there is no accelerator to switch on here: go on with the CPU, or open the notebook in Colab or Kaggle",
 }
+
+
+def has_tpu_chips() -> bool:
+    """Whether the operating system shows TPU chips, whatever JAX makes of them."""
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
 
 
 def simulate_devices(n: int = 8) -> int:
@@ -65,6 +73,10 @@ def simulate_devices(n: int = 8) -> int:
                 f"JAX has already started with {present} CPU device(s) and cannot change to {count}: restart the "
                 "kernel and call simulate_devices before anything else uses JAX."
             ) from None
+    else:
+        if importlib.util.find_spec("libtpu") and not (has_tpu_chips() or _has_gpu() or jax.config.jax_platforms):
+            # JAX would find the CPU anyway, but after libtpu has logged a screenful about the TPU that is missing.
+            jax.config.update("jax_platforms", "cpu")
     return count
 
 
@@ -125,7 +137,7 @@ def _runtime() -> str:
         return "Kaggle"
     if has_tpu_chips():
         return "TPU VM"
-    return "GPU" if Path("/dev/nvidia0").exists() else "laptop"
+    return "GPU" if _has_gpu() else "laptop"
 
 
 def _host_memory() -> int:

@@ -14,6 +14,9 @@ from training import scenes
 from training.autoencoder import PIXELS, to_signed
 from training.loop import fit
 
+# How pictures are drawn from the result, wherever it is scored or compared; the chapters draw them so, too.
+STEPS = 30
+GUIDANCE_SCALE = 3.0
 POOL = 100_000
 BATCH = 128
 EMPTY_CAPTIONS = 0.1  # what the pipeline's unconditional half sees
@@ -60,16 +63,15 @@ def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
     )
 
 
-def random_caption(scene: scenes.Scene, generator: torch.Generator) -> str:
-    """The scene's full caption, one with attributes left out, or the empty one."""
+def random_attributes(scene: scenes.Scene, generator: torch.Generator) -> dict[str, str | None]:
+    """What a training caption names of a scene: everything, some attributes, or nothing (the empty caption)."""
     kind, *drops = torch.rand(1 + len(scenes.ATTRIBUTES), generator=generator).tolist()
-    if kind < EMPTY_CAPTIONS:
-        return ""
-    keep_all = kind < EMPTY_CAPTIONS + FULL_CAPTIONS
-    attributes = zip(scenes.ATTRIBUTES, drops, strict=True)
-    return scenes.caption(
-        **{name: getattr(scene, name) if keep_all or drop > DROPPED_ATTRIBUTES else None for name, drop in attributes}
-    )
+    empty = kind < EMPTY_CAPTIONS
+    full = not empty and kind < EMPTY_CAPTIONS + FULL_CAPTIONS
+    return {
+        name: getattr(scene, name) if full or (not empty and drop > DROPPED_ATTRIBUTES) else None
+        for name, drop in zip(scenes.ATTRIBUTES, drops, strict=True)
+    }
 
 
 @torch.no_grad()
@@ -105,7 +107,7 @@ def train(
 
     def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
         index = torch.randint(len(pool), (BATCH,), generator=generator)
-        captions = [random_caption(pool[i], generator) for i in index.tolist()]
+        captions = [scenes.caption(**random_attributes(pool[i], generator)) for i in index.tolist()]
         ids = torch.tensor([token_ids(text) for text in captions], device=device)
         noise = torch.randn((BATCH, *latents.shape[1:]), generator=generator).to(device)
         # One timestep from each of BATCH equal intervals: the same mean as independent ones, with less variance.

@@ -1,0 +1,119 @@
+"""The chapters: how they are written, and that they run on 8 devices, on 1 and on 3."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TAGS = {"setup", "exercise", "solution", "timing", "raises-exception", "hide-cell"}
+
+
+def read(chapter: Path):
+    return nbformat.read(chapter, as_version=4)
+
+
+def tags(cell) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+def each_chapter(function):
+    return pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)(function)
+
+
+@pytest.mark.parametrize("devices", [8, 1, 3])
+@each_chapter
+def test_it_runs(chapter, devices):
+    """By nbmake, in a kernel of its own; the executed notebook stays in build/ to look at."""
+    folder = ROOT / "build" / "tests" / f"{devices}-devices"
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = Path(shutil.copy(chapter, folder))
+    command = [sys.executable, "-m", "pytest", "--nbmake", "--overwrite", "--nbmake-timeout=600", "-q", str(copy)]
+    command += ["-p", "no:cacheprovider", f"--rootdir={folder}", "-c", os.devnull]
+    environment = os.environ | {"TUTORIAL_DEVICES": str(devices)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+
+    executed = read(copy)
+    for cell in executed.cells:
+        if cell.cell_type != "code":
+            continue
+        raised = any(output.output_type == "error" for output in cell.outputs)
+        assert raised == ("raises-exception" in tags(cell)), cell.source
+        shows_picture = any("image/png" in output.get("data", {}) for output in cell.outputs)
+        assert shows_picture == bool(alt(cell)), f"picture and alt text do not go together: {cell.source}"
+        text = "".join(output.get("text", "") for output in cell.outputs)
+        assert len(text.splitlines()) < 30, f"a wall of log lines: {cell.source}"
+
+
+def alt(cell) -> str:
+    return cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+
+
+@each_chapter
+def test_it_is_committed_without_outputs(chapter):
+    for cell in read(chapter).cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+
+
+def test_the_setup_cell_is_the_same_everywhere():
+    cells = [[cell.source for cell in read(chapter).cells if "setup" in tags(cell)] for chapter in CHAPTERS]
+    assert all(len(found) == 1 for found in cells)
+    assert len({found[0] for found in cells}) == 1
+
+
+@each_chapter
+def test_it_has_the_form_of_a_chapter(chapter):
+    cells = read(chapter).cells
+    assert 15 <= len(cells) <= 45
+    opening, ending = cells[0].source, cells[-1].source
+    assert re.match(rf"# {int(chapter.stem[:2])}\. ", opening)
+    assert "In this chapter you will" in opening
+    assert "You need" in opening
+    assert re.search("On a CPU", opening)
+    assert any("## What you learned" in cell.source for cell in cells)
+    assert ending.startswith("Next")
+    assert all(tags(cell) <= TAGS for cell in cells)
+    assert all(len(cell.source.splitlines()) <= 40 for cell in cells), "a cell fits on a screen"
+
+
+@each_chapter
+def test_each_exercise_has_a_folded_solution(chapter):
+    code = [cell for cell in read(chapter).cells if cell.cell_type == "code"]
+    exercises = [k for k, cell in enumerate(code) if "exercise" in tags(cell)]
+    assert 2 <= len(exercises) <= 3
+    for k in exercises:
+        assert {"solution", "hide-cell"} <= tags(code[k + 1])
+        assert code[k + 1].metadata.get("jupyter", {}).get("source_hidden")
+
+
+@each_chapter
+def test_it_never_counts_on_a_number_of_devices(chapter):
+    """Prose may tell what others promised or published, but not what the reader has."""
+    for cell in read(chapter).cells:
+        if cell.cell_type == "markdown":
+            assert not re.search(r"\b(8|eight) (simulated )?devices\b(?! the guides)", cell.source) or re.search(
+                "guides|Kaggle|on 8 devices, on 3", cell.source
+            ), cell.source
+
+
+@each_chapter
+def test_its_links_to_other_chapters_lead_somewhere(chapter):
+    for cell in read(chapter).cells:
+        for target in re.findall(r"\]\(([^)#]+\.ipynb)", cell.source):
+            assert (chapter.parent / target).exists(), target
+
+
+@each_chapter
+def test_no_assertion_depends_on_a_clock(chapter):
+    for cell in read(chapter).cells:
+        if "timing" in tags(cell):
+            assert "assert" not in cell.source

@@ -1,0 +1,83 @@
+"""The bundled checkpoint draws what it is told, and its parts have the form that the course relies on.
+
+The scores in the model card are of 400 pictures; here a few are judged, with a threshold far below the score, so that a
+broken pipeline fails and chance does not.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from helpers import create_key
+from training import fidelity, scenes
+
+CAPTIONS = [
+    dict(zip(("color", "shape", "background"), combination, strict=True)) | {"size": list(scenes.SIZES)[k % 3]}
+    for k, combination in enumerate(scenes.combinations()[::20][:32])
+]
+
+
+@pytest.fixture(scope="module")
+def images(pipeline, params, checkpoint):
+    ids = pipeline.prepare_inputs([scenes.caption(**named) for named in CAPTIONS])
+    generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
+    side = checkpoint.height
+    guidance = checkpoint.guidance_scale
+    return np.asarray(generate(ids, params, create_key(0), checkpoint.num_inference_steps, side, side, guidance))
+
+
+def test_colours_and_backgrounds_follow_the_caption(images):
+    right = [fidelity.right_attributes(named, image) for named, image in zip(CAPTIONS, images, strict=True)]
+    assert fidelity.share(answers["background"] for answers in right) >= 0.6
+    assert fidelity.share(answers["color"] for answers in right) >= 0.6
+
+
+def test_other_captions_would_be_wrong(images):
+    """The judge does not say yes to everything: shifted by one, the captions do not fit the pictures."""
+    shifted = CAPTIONS[1:] + CAPTIONS[:1]
+    right = [all(fidelity.right_attributes(n, image).values()) for n, image in zip(shifted, images, strict=True)]
+    assert fidelity.share(right) <= 0.1
+
+
+def test_an_untrained_unet_draws_nothing_that_the_judge_takes(pipeline, params, checkpoint):
+    leaves, structure = jax.tree.flatten(params["unet"])
+    keys = jax.random.split(create_key(1), len(leaves))
+    random = [0.05 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    broken = params | {"unet": jax.tree.unflatten(structure, random)}
+    ids = pipeline.prepare_inputs([scenes.caption(**named) for named in CAPTIONS[:8]])
+    generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
+    images = np.asarray(generate(ids, broken, create_key(0), 5, 64, 64, checkpoint.guidance_scale))
+    right = [all(fidelity.right_attributes(n, image).values()) for n, image in zip(CAPTIONS[:8], images, strict=True)]
+    assert not any(right)
+
+
+def test_other_keys_give_other_pictures(pipeline, params, checkpoint):
+    generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
+    ids = pipeline.prepare_inputs(["a small red heart on a white background"] * 8)
+    images = generate(ids, params, create_key(5), 10, 64, 64, checkpoint.guidance_scale)
+    distances = np.abs(np.asarray(images)[:, None] - np.asarray(images)[None]).mean(axis=(2, 3, 4))
+    assert distances[~np.eye(8, dtype=bool)].min() > 0.001
+
+
+def test_the_tokenizer_has_every_byte_and_its_own_words(pipeline):
+    tokenizer = pipeline.tokenizer
+    assert len(tokenizer) <= 1_000
+    assert tokenizer.model_max_length == 77
+    for word in tokenizer.init_kwargs["caption_words"]:
+        assert tokenizer.tokenize(word) == [word + "</w>"]
+    strange = "ein Größenvergleich: 日本語 🙂"
+    assert tokenizer.unk_token_id not in tokenizer(strange, add_special_tokens=False).input_ids
+
+
+def test_the_end_token_is_the_same_in_tokenizer_and_encoder(pipeline):
+    end = pipeline.tokenizer.eos_token_id
+    assert end == pipeline.text_encoder.config.eos_token_id
+    assert end != 2  # transformers treats 2 as a mistake of old configurations, and pools elsewhere
+
+
+def test_the_pipeline_has_the_form_of_stable_diffusion_1(pipeline):
+    assert type(pipeline).__name__ == "FlaxStableDiffusionPipeline"
+    assert pipeline.unet.config.cross_attention_dim == pipeline.text_encoder.config.hidden_size
+    assert pipeline.vae.config.latent_channels == 4
+    assert type(pipeline.scheduler).__name__ == "FlaxDDIMScheduler"
+    assert not pipeline.scheduler.config.clip_sample

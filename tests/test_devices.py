@@ -1,0 +1,99 @@
+"""simulate_devices, device_report and require_accelerator."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import helpers
+from helpers import devices
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run code in a new process, where JAX has not started."""
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_cpu_becomes_as_many_devices_as_asked_for(count):
+    result = run(f"import helpers, jax; helpers.simulate_devices({count}); print(jax.device_count())")
+    assert result.stdout.split() == [str(count)]
+
+
+def test_the_environment_variable_overrides_the_argument():
+    result = run("import helpers, jax; helpers.simulate_devices(8); print(jax.device_count())", TUTORIAL_DEVICES="3")
+    assert result.stdout.split() == ["3"]
+
+
+def test_an_installed_libtpu_without_a_tpu_stays_quiet():
+    result = run("import helpers, jax; helpers.simulate_devices(); jax.devices()")
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("wanted", [0, -1, 2.5, "many", None])
+def test_a_number_of_devices_that_is_none_is_refused(wanted):
+    with pytest.raises(ValueError, match=f"n is {wanted!r}"):
+        helpers.simulate_devices(wanted)
+
+
+def test_a_wrong_environment_variable_is_named(monkeypatch):
+    monkeypatch.setenv("TUTORIAL_DEVICES", "eight")
+    with pytest.raises(ValueError, match="TUTORIAL_DEVICES is 'eight'"):
+        helpers.simulate_devices()
+
+
+def test_asking_again_for_the_same_number_is_harmless():
+    assert helpers.simulate_devices(jax.device_count()) == jax.device_count()
+
+
+def test_asking_for_another_number_after_jax_started_says_to_restart():
+    with pytest.raises(RuntimeError, match=r"started with 8 CPU device\(s\) and cannot change to 5: restart"):
+        helpers.simulate_devices(5)
+
+
+def test_the_report_names_platform_kind_number_and_memory():
+    report = helpers.device_report()
+    assert "8 device(s) of platform 'cpu'" in report
+    assert "GiB" in report
+    assert "This is a CPU run" in report
+
+
+class FakeDevice:
+    platform = "tpu"
+    device_kind = "TPU v5 lite"
+
+    def memory_stats(self):
+        return {"bytes_limit": 16 * 2**30}
+
+
+def test_the_report_of_an_accelerator_has_the_memory_of_each_device(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [FakeDevice()] * 4)
+    report = helpers.device_report()
+    assert "4 device(s) of platform 'tpu', kind 'TPU v5 lite', with 16.0 GiB of memory on each" in report
+    assert "CPU run" not in report
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [("COLAB_RELEASE_TAG", "Change runtime type"), ("KAGGLE_KERNEL_RUN_TYPE", "Kaggle's menu")],
+)
+def test_without_an_accelerator_the_advice_fits_the_runtime(monkeypatch, variable, advice):
+    monkeypatch.setenv(variable, "x")
+    with pytest.raises(RuntimeError, match=advice):
+        helpers.require_accelerator()
+
+
+def test_a_tpu_that_jax_cannot_use_gets_its_own_advice(monkeypatch):
+    monkeypatch.setattr(devices, "has_tpu_chips", lambda: True)
+    with pytest.raises(RuntimeError, match=r"TPU VM.*lsof"):
+        helpers.require_accelerator()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_an_accelerator_is_enough(monkeypatch, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    helpers.require_accelerator()

@@ -1,0 +1,105 @@
+"""image_grid."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers import image_grid
+
+
+def picture(value=0.5, side=64):
+    return np.full((1, side, side, 3), value, np.float32)
+
+
+@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (3, 1, 3), (7, 2, 4), (8, 2, 4), (16, 4, 4)])
+def test_any_number_of_pictures_makes_a_grid(count, rows, columns):
+    grid = image_grid(np.zeros((count, 64, 64, 3)))
+    assert grid.size == (columns * 196 - 4, rows * 196 - 4)
+
+
+def test_device_and_batch_axes_are_laid_out_in_order():
+    levels = np.linspace(0, 1, 6, dtype=np.float32)
+    images = np.broadcast_to(levels.reshape(3, 2, 1, 1, 1), (3, 2, 200, 200, 3))
+    grid = image_grid(images, columns=2)
+    seen = [grid.getpixel((x + 10, y + 10))[0] for y in (0, 204, 408) for x in (0, 204)]
+    assert seen == [round(level * 255) for level in levels]
+
+
+def test_all_kinds_of_pictures_look_the_same():
+    values = np.linspace(0, 1, 64 * 64 * 3, dtype=np.float32).reshape(1, 64, 64, 3)
+    bytes_ = np.rint(values * 255).astype(np.uint8)
+    reference = np.asarray(image_grid(values))
+    assert np.array_equal(reference, np.asarray(image_grid(bytes_)))
+    assert np.array_equal(reference, np.asarray(image_grid([Image.fromarray(bytes_[0])])))
+    assert np.array_equal(reference, np.asarray(image_grid(jnp.asarray(values)[None])))
+    halved = np.asarray(image_grid(jnp.asarray(values, jnp.bfloat16)), np.int32)
+    assert np.abs(halved - reference).max() <= 1
+
+
+def test_small_pictures_are_enlarged_without_new_colours():
+    checkers = np.indices((64, 64)).sum(0) % 2
+    grid = np.asarray(image_grid(np.repeat(checkers[None, :, :, None], 3, axis=-1).astype(np.float32)))
+    assert grid.shape[:2] == (192, 192)
+    assert set(np.unique(grid[..., :3])) == {0, 255}
+
+
+def test_large_pictures_keep_their_size():
+    assert image_grid(picture(side=512)).size == (512, 512)
+
+
+def test_captions_stand_above_their_pictures_and_are_not_cut_off():
+    long = "a medium orange triangle on a yellow background"
+    grid = image_grid(picture(0.0), captions=[long])
+    plain = image_grid(picture(0.0))
+    assert grid.width == plain.width
+    above = np.asarray(grid.convert("RGB"))[: grid.height - plain.height]
+    assert above.shape[0] > 0
+    assert above.min() < 100  # there is ink
+    assert (above[:, -1] == 255).all()  # and none of it reaches the edge
+
+
+def test_captions_must_match_the_pictures():
+    with pytest.raises(ValueError, match="1 captions for 2 pictures"):
+        image_grid(np.zeros((2, 64, 64, 3)), captions=["one"])
+
+
+def test_pixels_that_are_not_numbers_are_refused_with_the_picture():
+    images = np.zeros((3, 64, 64, 3))
+    images[1, 5, 5] = np.nan
+    with pytest.raises(ValueError, match=r"3 value\(s\) are nan, in picture\(s\) \[1\]"):
+        image_grid(images)
+    images[1, 5, 5] = np.inf
+    with pytest.raises(ValueError, match=r"3 value\(s\) are inf"):
+        image_grid(images)
+
+
+@pytest.mark.parametrize("value", [-0.5, 1.5, 255.0])
+def test_values_out_of_range_are_refused_with_the_range(value):
+    images = np.zeros((1, 64, 64, 3))
+    images[0, 0, 0, 0] = value
+    low, high = min(value, 0), max(value, 0)
+    with pytest.raises(ValueError, match=f"Values run from {low:.3g} to {high:.3g}"):
+        image_grid(images)
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 3), (1, 64, 64), (1, 64, 64, 4), (1, 1, 1, 64, 64, 3)])
+def test_wrong_ranks_and_channels_are_refused_with_the_shape(shape):
+    with pytest.raises(ValueError, match=str(shape).replace("(", r"\(").replace(")", r"\)")):
+        image_grid(np.zeros(shape))
+
+
+@pytest.mark.parametrize("nothing", [[], np.zeros((0, 64, 64, 3))])
+def test_no_pictures_are_refused(nothing):
+    with pytest.raises(ValueError, match="no pictures"):
+        image_grid(nothing)
+
+
+def test_pictures_of_different_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"different sizes, \[\(8, 8\), \(9, 9\)\]"):
+        image_grid([Image.new("RGB", (8, 8)), Image.new("RGB", (9, 9))])
+
+
+def test_a_grid_without_columns_is_refused():
+    with pytest.raises(ValueError, match="0 columns"):
+        image_grid(picture(), columns=0)

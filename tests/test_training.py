@@ -1,0 +1,108 @@
+"""The renderer and the judge. None of this needs PyTorch."""
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from training import fidelity, scenes, spoiled
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(11)
+
+
+def random_scene(rng):
+    choices = scenes.combinations()
+    return scenes.random_scene(rng, *choices[rng.integers(len(choices))])
+
+
+def test_there_are_enough_of_everything():
+    assert len(scenes.COLORS) >= 9
+    assert len(scenes.SHAPES) >= 9
+    assert len(scenes.SIZES) == 3
+
+
+def test_scenes_are_the_same_for_the_same_seed():
+    assert scenes.training_scenes(20, 3) == scenes.training_scenes(20, 3)
+    assert scenes.training_scenes(20, 3) != scenes.training_scenes(20, 4)
+
+
+def test_a_tenth_of_the_combinations_is_held_out_and_never_drawn():
+    held_out = scenes.held_out()
+    assert len(held_out) == round(len(scenes.combinations()) / 10)
+    assert held_out <= set(scenes.combinations())
+    drawn = {(s.color, s.shape, s.background) for s in scenes.training_scenes(20_000, 0)}
+    assert drawn == set(scenes.combinations()) - held_out
+
+
+def test_every_colour_shape_and_background_is_held_out_a_few_times():
+    for position, options in enumerate((scenes.COLORS, scenes.SHAPES, scenes.BACKGROUNDS)):
+        counts = Counter(combination[position] for combination in scenes.held_out())
+        assert set(counts) == set(options)
+
+
+def test_shapes_stay_inside_the_picture(rng):
+    for _ in range(300):
+        scene = random_scene(rng)
+        picture = scenes.render(scene)
+        border = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
+        assert (border == scenes.PALETTE[scene.background]).all()
+
+
+def test_edges_are_anti_aliased():
+    picture = scenes.render(scenes.Scene("large", "black", "circle", "white", radius=0.4))
+    levels = np.unique(picture[..., 0])
+    assert levels[0] == 20 and levels[-1] == 245
+    assert len(levels) > 6
+
+
+def test_the_sizes_do_not_overlap():
+    ranges = sorted(scenes.SIZES.values())
+    assert all(first[1] < second[0] for first, second in pairwise(ranges))
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        (("small", "red", "heart", "white"), "a small red heart on a white background"),
+        ((None, "orange", "arrow", None), "an orange arrow"),
+        ((None, None, "arrow", "orange"), "an arrow on an orange background"),
+        (("large", None, None, None), "large"),
+        ((None, None, None, "white"), "a white background"),
+        ((None, None, None, None), ""),
+    ],
+)
+def test_any_attribute_may_be_left_out_of_a_caption(named, text):
+    assert scenes.caption(*named) == text
+
+
+def test_the_judge_reads_rendered_scenes(rng):
+    right = []
+    for _ in range(200):
+        scene = random_scene(rng)
+        asked = {name: getattr(scene, name) for name in scenes.ATTRIBUTES}
+        right.append(all(fidelity.right_attributes(asked, scenes.render(scene)).values()))
+    assert fidelity.share(right) >= 0.99
+
+
+def test_the_judge_measures_place_and_tilt(rng):
+    for _ in range(50):
+        scene = scenes.random_scene(rng, "red", "arrow", "white")
+        seen = fidelity.read(scenes.render(scene) / 255.0)
+        assert np.hypot(seen.x - scene.x, seen.y - scene.y) < 0.01
+        assert abs(seen.tilt - scene.tilt) < 3
+
+
+@pytest.mark.parametrize("kind", spoiled.KINDS)
+def test_the_judge_refuses_what_is_no_scene(rng, kind):
+    refused = (isinstance(fidelity.read(spoiled.KINDS[kind](rng, 64)), fidelity.Refusal) for _ in range(60))
+    assert fidelity.share(refused) >= 0.95
+
+
+def test_a_wrong_attribute_is_told_from_the_right_ones():
+    scene = scenes.Scene("medium", "red", "heart", "white")
+    asked = {"size": "medium", "color": "blue", "shape": "heart", "background": None}
+    assert fidelity.right_attributes(asked, scenes.render(scene)) == {"size": True, "color": False, "shape": True}

@@ -1,0 +1,146 @@
+"""The model cards of the bundled checkpoints, written from what was measured."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from training import autoencoder, diffusion, scenes
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+TEXT = """---
+license: apache-2.0
+library_name: diffusers
+pipeline_tag: text-to-image
+---
+
+# {name}
+
+A small latent diffusion model with the architecture of Stable Diffusion 1, in diffusers' Flax format, with parameters
+stored in {dtype}. It draws one flat shape on a flat background, 64 × 64 pixels, as a caption says:
+`a small red heart on a white background`, `a heart`, `red`. It was trained from scratch on scenes that
+`training/scenes.py` draws, so it has no other source, and it is under the licence of this repository.
+
+## What it knows
+
+- sizes: {sizes}
+- colours, of shapes and backgrounds: {colors}
+- shapes: {shapes}
+
+Any of the four may be left out of the caption, and is then free. It knows no other word, no second shape, no place
+("on the left"), no count, and no picture size but its own. Stable Diffusion's 50 steps and guidance scale 7.5 are not
+for it: {steps} steps of DDIM at guidance scale {guidance} are what it was judged with.
+
+## How well it draws
+
+A judge (`training/fidelity.py`), which is fitted to nothing, reads size, colour, shape and background off each picture.
+Keys 0 to {last_key}, none dropped. "All" means that every attribute that the caption names is right.
+
+| captions | pictures | all | size | colour | shape | background | refused by the judge |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{scores}
+
+The held-out combinations are a tenth of all pairings of colour, shape and background (`training/held_out.json`);
+training never saw them. The same command gives these figures again, computed in {dtype}:
+
+```
+python -m training.evaluate checkpoints/{name} --dtype {dtype}{extra}
+```
+{details}
+## How it was made
+
+`make checkpoints` repeats it: seeded, resumable, on a CPU or a GPU.
+
+| part | parameters | steps | batch | time |
+| --- | --- | --- | --- | --- |
+| autoencoder | {vae_parameters:,} | {vae_steps:,} | {vae_batch} | {vae_minutes:.0f} min |
+| UNet | {unet_parameters:,} | {steps_done:,} | {batch} | {minutes:.0f} min |
+| text encoder | {text_parameters:,} | with the UNet | | |
+
+Machine: {machine}; PyTorch {torch}, bfloat16 autocast. The times are those of this run, on a machine that had other
+work to do. The autoencoder reconstructs unseen scenes of held-out combinations at {psnr:.1f} dB PSNR on average (the
+worst of {psnr_count}: {psnr_worst:.1f} dB). Its latents are whitened channel by channel, by a change of the two 1 × 1
+convolutions around them. The UNet predicts velocity; the betas are linear from {beta_start} to {beta_end}; {empty:.0%}
+of the training captions are empty.
+
+![Training loss of the autoencoder and of the UNet against the step](loss.png)
+"""
+
+DETAILS = """
+The judge itself reads {judge_right:.1%} of {judge_count:,} rendered scenes right, and refuses {refused}.
+
+Pictures of one caption differ. Over 32 keys, for four captions, the standard deviations of place and tilt, divided by
+the renderer's own: {spread}. An attribute that is left out takes several values over 64 keys: {open}.
+"""
+
+
+def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
+    """Write a card and a picture of the losses into each checkpoint."""
+    for name, report in reports.items():
+        rows = [
+            f"| {captions} | {row['pictures']} | {row['all_right']:.1%} | {row['size']:.1%} | {row['color']:.1%} | "
+            f"{row['shape']:.1%} | {row['background']:.1%} | {row['refused']:.1%} |"
+            for captions, row in report.items()
+            if isinstance(row, dict) and "all_right" in row
+        ]
+        judge = report.get("judge")
+        details = ""
+        if judge:
+            variety = report["variety"]
+            details = DETAILS.format(
+                judge_right=judge["read right"],
+                judge_count=judge["rendered scenes"],
+                refused=", ".join(f"{share:.1%} of pictures of {kind}" for kind, share in judge["refused"].items()),
+                spread="; ".join(
+                    f"{what} {', '.join(f'{value:.2f}' for value in values)}"
+                    for what, values in variety["spread_against_renderer"].items()
+                ),
+                open=", ".join(f"{what} {count}" for what, count in variety["open"].items()),
+            )
+        text = TEXT.format(
+            name=name,
+            dtype=report["dtype"],
+            sizes=", ".join(scenes.SIZES),
+            colors=", ".join(scenes.COLORS),
+            shapes=", ".join(scenes.SHAPES),
+            steps=diffusion.STEPS,
+            guidance=diffusion.GUIDANCE_SCALE,
+            last_key=report["training captions"]["pictures"] - 1,
+            scores="\n".join(rows),
+            extra=" --judge 2000 --variety" if judge else "",
+            details=details,
+            vae_parameters=record["parameters"]["vae"],
+            unet_parameters=record["parameters"]["unet"],
+            text_parameters=record["parameters"]["text_encoder"],
+            vae_steps=record["autoencoder"]["steps"][-1],
+            steps_done=record["diffusion"]["steps"][-1],
+            vae_batch=autoencoder.BATCH,
+            batch=diffusion.BATCH,
+            vae_minutes=record["autoencoder"]["seconds"] / 60,
+            minutes=record["diffusion"]["seconds"] / 60,
+            machine=record["machine"],
+            torch=record["torch"].split("+")[0],
+            psnr=np.mean(record["psnr"]),
+            psnr_count=len(record["psnr"]),
+            psnr_worst=np.min(record["psnr"]),
+            beta_start=diffusion.SCHEDULER_CONFIG["beta_start"],
+            beta_end=diffusion.SCHEDULER_CONFIG["beta_end"],
+            empty=diffusion.EMPTY_CAPTIONS,
+        )
+        (folder / name / "README.md").write_text(text, encoding="utf-8")
+        draw_losses(record, folder / name / "loss.png")
+
+
+def draw_losses(record: dict, file: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.8))
+    for ax, part in zip(axes, ("autoencoder", "diffusion"), strict=True):
+        ax.semilogy(record[part]["steps"], record[part]["loss"], linewidth=1)
+        ax.set_title(part)
+        ax.set_xlabel("step")
+        ax.set_ylabel("loss, mean of 50 steps")
+        ax.grid(alpha=0.3, which="both")
+    figure.tight_layout()
+    figure.savefig(file, dpi=80)
+    plt.close(figure)

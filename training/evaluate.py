@@ -1,0 +1,163 @@
+"""Scores of a bundled checkpoint, by the judge: ``python -m training.evaluate checkpoints/shapes-sd``.
+
+Every picture is drawn as the chapters draw it: the Flax pipeline, its own scheduler, 30 steps, guidance scale 3.
+Picture ``k`` starts from the latents of ``jax.random.key(k)``, for ``k`` from 0 on, and none is dropped.
+"""
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from diffusers import FlaxStableDiffusionPipeline
+from tqdm import tqdm
+
+from training import diffusion, fidelity, scenes, spoiled
+
+BATCH = 25
+SEED = 2026  # of the captions; the pictures have their own keys
+
+
+def load_generator(folder: Path, dtype: jnp.dtype) -> Callable[[list[str], np.ndarray], np.ndarray]:
+    """A function from captions and key numbers to pictures: float32 of shape (n, 64, 64, 3), from 0 to 1."""
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
+        folder, dtype=dtype, safety_checker=None, feature_extractor=None
+    )
+    side = pipeline.unet.config.sample_size
+    pixels = side * pipeline.vae_scale_factor
+    generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
+    draw = jax.jit(jax.vmap(lambda key: jax.random.normal(jax.random.key(key), (4, side, side))))
+
+    def pictures(captions: list[str], keys: np.ndarray) -> np.ndarray:
+        drawn = []
+        for start in tqdm(range(0, len(captions), BATCH), desc="pictures", unit_scale=BATCH, leave=False):
+            ids = pipeline.prepare_inputs(captions[start : start + BATCH])
+            latents = draw(jnp.asarray(keys[start : start + BATCH]))
+            images = generate(ids, params, None, diffusion.STEPS, pixels, pixels, diffusion.GUIDANCE_SCALE, latents)
+            drawn.append(np.float32(images))
+        return np.concatenate(drawn)
+
+    return pictures
+
+
+def training_captions(count: int) -> list[dict[str, str | None]]:
+    """Attributes that captions name, drawn as in training but for the empty caption."""
+    generator = torch.Generator().manual_seed(SEED)
+    asked = []
+    for scene in scenes.training_scenes(10 * count, SEED):
+        named = diffusion.random_attributes(scene, generator)
+        if any(named.values()):
+            asked.append(named)
+        if len(asked) == count:
+            return asked
+    raise AssertionError("ten times as many scenes are enough")
+
+
+def held_out_captions(count: int) -> list[dict[str, str | None]]:
+    """Full captions of combinations that training never saw, each combination in turn."""
+    rng = np.random.default_rng(SEED)
+    choices = sorted(scenes.held_out())
+    return [
+        dict(zip(("color", "shape", "background"), choices[k % len(choices)], strict=True))
+        | {"size": str(rng.choice(list(scenes.SIZES)))}
+        for k in range(count)
+    ]
+
+
+def score(generate: Callable, asked: list[dict[str, str | None]]) -> dict:
+    """The share of pictures in which everything is right, and for each attribute the share in which it is."""
+    images = generate([scenes.caption(**named) for named in asked], np.arange(len(asked)))
+    right = [fidelity.right_attributes(named, image) for named, image in zip(asked, images, strict=True)]
+    by_attribute = defaultdict(list)
+    for answers in right:
+        for name, answer in answers.items():
+            by_attribute[name].append(answer)
+    refusals = Counter(
+        reading.reason for reading in map(fidelity.read, images) if isinstance(reading, fidelity.Refusal)
+    )
+    return {
+        "pictures": len(asked),
+        "all_right": fidelity.share(all(answers.values()) for answers in right),
+        **{name: fidelity.share(by_attribute[name]) for name in scenes.ATTRIBUTES},
+        "refused": sum(refusals.values()) / len(asked),
+    }
+
+
+def judge_scores(count: int) -> dict:
+    """How often the judge reads a rendered scene right, and refuses each kind of picture that is none."""
+    rng = np.random.default_rng(SEED)
+    choices = scenes.combinations()
+    rendered = [scenes.random_scene(rng, *choices[i]) for i in rng.integers(len(choices), size=count)]
+    right = (
+        all(fidelity.right_attributes({a: getattr(scene, a) for a in scenes.ATTRIBUTES}, scenes.render(scene)).values())
+        for scene in rendered
+    )
+    refused = {
+        kind: fidelity.share(isinstance(fidelity.read(make(rng, 64)), fidelity.Refusal) for _ in range(count // 4))
+        for kind, make in spoiled.KINDS.items()
+    }
+    return {"rendered scenes": count, "read right": fidelity.share(right), "refused": refused}
+
+
+def variety(generate: Callable) -> dict:
+    """How much the pictures of one caption differ: the spread of place and tilt, and the values of what is left open.
+
+    Spreads are standard deviations over 32 keys, divided by those of 2,000 rendered scenes of the same size.
+    """
+    rng = np.random.default_rng(SEED)
+    ratios = defaultdict(list)
+    for size, color, shape, background in (
+        ("small", "red", "heart", "white"),
+        ("medium", "blue", "star", "yellow"),
+        ("small", "green", "arrow", "black"),
+        ("medium", "white", "moon", "purple"),
+    ):
+        images = generate([scenes.caption(size, color, shape, background)] * 32, np.arange(32))
+        read = [reading for reading in map(fidelity.read, images) if isinstance(reading, scenes.Scene)]
+        drawn = [scenes.random_scene(rng, color, shape, background, size) for _ in range(2_000)]
+        for name in ("x", "y", "tilt"):
+            spread, reference = (np.std([getattr(scene, name) for scene in group]) for group in (read, drawn))
+            ratios[name].append(float(spread / reference))
+    open_values = {}
+    for name, options in (
+        ("color", scenes.COLORS),
+        ("shape", scenes.SHAPES),
+        ("size", scenes.SIZES),
+        ("background", scenes.BACKGROUNDS),
+    ):
+        named = {"size": "medium", "color": "red", "shape": "heart", "background": "white"} | {name: None}
+        images = generate([scenes.caption(**named)] * 64, np.arange(64))
+        seen = {getattr(fidelity.read(image), name, None) for image in images} - {None}
+        open_values[name] = f"{len(seen)} of {len(options)}"
+    return {"spread_against_renderer": {k: [round(r, 2) for r in v] for k, v in ratios.items()}, "open": open_values}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="a checkpoint in Flax format")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="what to compute in")
+    parser.add_argument("--pictures", type=int, default=400, help="for each of the two scores")
+    parser.add_argument("--judge", type=int, metavar="N", help="test the judge itself on N rendered scenes as well")
+    parser.add_argument("--variety", action="store_true", help="measure how much the pictures of one caption differ")
+    arguments = parser.parse_args()
+    generate = load_generator(arguments.folder, jnp.dtype(arguments.dtype))
+    report = {
+        "checkpoint": arguments.folder.name,
+        "dtype": arguments.dtype,
+        "training captions": score(generate, training_captions(arguments.pictures)),
+        "held-out combinations": score(generate, held_out_captions(arguments.pictures)),
+    }
+    if arguments.judge:
+        report["judge"] = judge_scores(arguments.judge)
+    if arguments.variety:
+        report["variety"] = variety(generate)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
