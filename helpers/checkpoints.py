@@ -17,20 +17,20 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from requests import RequestException
 
 CHECKPOINT_VARIABLE = "TUTORIAL_CHECKPOINT"
 # Installed from a wheel, the checkpoints lie inside the package; in a clone of the repository, beside it.
 _FOLDERS = (Path(__file__).with_name("bundled"), Path(__file__).parents[1] / "checkpoints")
 _WEIGHTS = "unet/diffusion_flax_model.msgpack"
+_ALL_WEIGHTS = (_WEIGHTS, "vae/diffusion_flax_model.msgpack", "text_encoder/flax_model.msgpack")
 _SHAPE_PROMPTS = (
-    "a small red heart on a white background",
+    "a large red heart on a white background",
     "a large blue star on a yellow background",
     "a medium green ring on a black background",
     "a large purple moon on a pink background",
     "a medium orange arrow on a blue background",
     "a large white cross on a red background",
-    "a medium yellow circle on a purple background",
+    "a small yellow circle on a purple background",
     "a large black triangle on an orange background",
 )
 _PHOTO_PROMPTS = (
@@ -56,7 +56,8 @@ class Checkpoint:
     source, revision : str, str or None
         The first argument of ``from_pretrained`` (a folder or a Hub id), and its ``revision``.
     dtype : dtype
-        What to compute in: bfloat16 on accelerators, float32 on a CPU, which has no fast bfloat16.
+        What to compute in: for weights from the Hub, bfloat16 on accelerators and float32 on a CPU, which has no fast
+        bfloat16; for folders, bfloat16 if their name ends in ``-bf16``.
     height, width : int
         Picture size in pixels.
     num_inference_steps, guidance_scale : int, float
@@ -140,11 +141,9 @@ def pick_checkpoint(model: str = "sd") -> Checkpoint:
 
     if jax.default_backend() == "cpu":
         reason = "This is a CPU run"
-    elif _device_memory() < standard.memory:
-        reason = (
-            f"{_device_memory() / 2**30:.1f} GiB of memory on each device is less than the "
-            f"{standard.memory / 2**30:.0f} GiB that {standard.hub_id} takes"
-        )
+    elif (memory := _device_memory()) < standard.memory:
+        has = f"{memory / 2**30:.1f} GiB" if memory else "an unknown amount"
+        reason = f"{standard.hub_id} takes {standard.memory / 2**30:.0f} GiB of memory, and each device has {has}"
     else:
         try:
             checkpoint = _from_hub(standard.hub_id, standard.revision, model)
@@ -179,15 +178,11 @@ def bundled_checkpoint(name: str) -> Checkpoint:
     names = _bundled_names()
     if name not in names:
         raise ValueError(f"No bundled checkpoint is called {name!r}: choose one of {', '.join(names)}.")
-    return _from_folder(_bundled_folder(name), name)
+    return _from_folder(next(place / name for place in _FOLDERS if (place / name / _WEIGHTS).exists()), name)
 
 
 def _bundled_names() -> list[str]:
     return sorted({folder.name for place in _FOLDERS for folder in place.glob("*/") if (folder / _WEIGHTS).exists()})
-
-
-def _bundled_folder(name: str) -> Path:
-    return next(place / name for place in _FOLDERS if (place / name / _WEIGHTS).exists())
 
 
 def _named(choice: str, model: str) -> Checkpoint:
@@ -206,9 +201,11 @@ def _named(choice: str, model: str) -> Checkpoint:
 
 
 def _from_folder(folder: Path, name: str) -> Checkpoint:
-    if not (folder / _WEIGHTS).exists():
+    needed = (_WEIGHTS, "unet/config.json", "vae/config.json")
+    missing = [file for file in needed if not (folder / file).exists()]
+    if missing:
         raise RuntimeError(
-            f"{CHECKPOINT_VARIABLE} names the folder {folder}, which has no Flax weights ({_WEIGHTS}): choose a folder "
+            f"The folder {folder} holds no pipeline with Flax weights, {', '.join(missing)} being absent: choose one "
             "that a Flax pipeline's save_pretrained wrote."
         )
     configs = {part: json.loads((folder / part / "config.json").read_text()) for part in ("unet", "vae")}
@@ -217,7 +214,7 @@ def _from_folder(folder: Path, name: str) -> Checkpoint:
         name=name,
         source=str(folder),
         revision=None,
-        dtype=jnp.bfloat16 if name.endswith("-bf16") else jnp.float32,
+        dtype=jnp.bfloat16 if folder.name.endswith("-bf16") else jnp.float32,
         license="Apache-2.0" if ours else "unknown",
         download_bytes=0,
         **_settings(configs, prompts=_SHAPE_PROMPTS if ours else _PHOTO_PROMPTS),
@@ -227,7 +224,7 @@ def _from_folder(folder: Path, name: str) -> Checkpoint:
 def _from_hub(hub_id: str, revision: str, model: str) -> Checkpoint:
     """Ask the Hub, or its cache, for a checkpoint without downloading its weights."""
     where = f"{hub_id} at revision {revision!r}"
-    cached = isinstance(try_to_load_from_cache(hub_id, _WEIGHTS, revision=revision), str)
+    cached = all(isinstance(try_to_load_from_cache(hub_id, file, revision=revision), str) for file in _ALL_WEIGHTS)
     try:
         size = 0 if cached else _download_bytes(hub_id, revision)
         configs = {
@@ -248,7 +245,9 @@ def _from_hub(hub_id: str, revision: str, model: str) -> Checkpoint:
         raise RuntimeError(_NO_HUB.format(where)) from None
     except EntryNotFoundError as error:
         raise RuntimeError(f"{where} is no pipeline in diffusers' format: {error}") from None
-    except (RequestException, HfHubHTTPError, ConnectionError):
+    except HfHubHTTPError as error:
+        raise RuntimeError(f"The Hub does not give {where}: {str(error).splitlines()[0]}") from None
+    except OSError:  # what requests raises when it gets no answer
         raise RuntimeError(_NO_HUB.format(where)) from None
     free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
     if size > free:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import jax
+import psutil
 
 DEVICES_VARIABLE = "TUTORIAL_DEVICES"
 
@@ -24,7 +25,8 @@ def has_tpu_chips() -> bool:
 
 
 def _has_gpu() -> bool:
-    return Path("/dev/nvidia0").exists() or Path("/dev/kfd").exists()
+    # NVIDIA's driver, the same under WSL, and AMD's.
+    return any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))
 
 
 def simulate_devices(n: int = 8) -> int:
@@ -92,19 +94,17 @@ def device_report() -> str:
     """
     devices = jax.devices()
     first = devices[0]
-    stats = first.memory_stats() or {}
-    if "bytes_limit" in stats:
-        memory = f"{stats['bytes_limit'] / 2**30:.1f} GiB of memory on each"
+    limit = (first.memory_stats() or {}).get("bytes_limit")
+    if limit:
+        memory = f"{limit / 2**30:.1f} GiB of memory on each"
     elif first.platform == "cpu":
-        memory = f"{_host_memory() / 2**30:.1f} GiB of memory, shared by all of them"
+        memory = f"{psutil.virtual_memory().total / 2**30:.1f} GiB of memory, shared by all of them"
     else:
         memory = "an unknown amount of memory"
     lines = [
         f"JAX {jax.__version__} runs on {len(devices)} device(s) of platform {first.platform!r}, "
         f"kind {first.device_kind!r}, with {memory}."
     ]
-    if jax.process_count() > 1:
-        lines.append(f"This is process {jax.process_index()} of {jax.process_count()}; it holds {jax.local_devices()}.")
     if first.platform == "cpu":
         lines.append(
             f"This is a CPU run: the {len(devices)} device(s) share {os.cpu_count()} core(s), so programs behave as on "
@@ -138,12 +138,3 @@ def _runtime() -> str:
     if has_tpu_chips():
         return "TPU VM"
     return "GPU" if _has_gpu() else "laptop"
-
-
-def _host_memory() -> int:
-    """Memory of this machine in bytes."""
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    import psutil  # comes with JupyterLab; only Windows gets here
-
-    return psutil.virtual_memory().total

@@ -3,13 +3,18 @@
 import math
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
+import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 SMALLEST = 160  # pixels: a smaller picture is enlarged by a whole number, so that its pixels stay sharp squares
+LARGEST = 256  # pixels: wider pictures are made smaller where there are several, so that a row fits on a page
 GAP = 4
-FONT_SIZE = 13
+FONT_SIZE = 12
+# Matplotlib's own font has the letters of most languages; Pillow's has few.
+FONT_FILE = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
 
 
 def image_grid(images, columns: int | None = None, captions: Sequence[str] | None = None) -> Image.Image:
@@ -29,7 +34,8 @@ def image_grid(images, columns: int | None = None, captions: Sequence[str] | Non
     Returns
     -------
     PIL.Image.Image
-        Pictures less than 160 pixels wide are enlarged by a whole number, without smoothing.
+        Pictures less than 160 pixels wide are enlarged by a whole number, without smoothing; several of more than 256
+        are made smaller.
 
     Raises
     ------
@@ -50,9 +56,15 @@ def image_grid(images, columns: int | None = None, captions: Sequence[str] | Non
     if columns < 1:
         raise ValueError(f"A grid of {columns} columns holds no pictures: give at least 1.")
 
-    factor = math.ceil(SMALLEST / pictures[0].width)
-    width, height = (side * factor for side in pictures[0].size)
-    font = ImageFont.load_default(FONT_SIZE)
+    width, height = pictures[0].size
+    resampling = Image.Resampling.NEAREST
+    if width < SMALLEST:
+        factor = math.ceil(SMALLEST / width)
+        width, height = width * factor, height * factor
+    elif width > LARGEST and len(pictures) > 1:
+        width, height = LARGEST, round(height * LARGEST / width)
+        resampling = Image.Resampling.LANCZOS
+    font = ImageFont.truetype(FONT_FILE, FONT_SIZE)
     wrapped = [_wrap(text, width, font) for text in captions or []]
     line = FONT_SIZE + 3
     room = line * max((len(lines) for lines in wrapped), default=0)
@@ -64,7 +76,7 @@ def image_grid(images, columns: int | None = None, captions: Sequence[str] | Non
     draw = ImageDraw.Draw(grid)
     for number, picture in enumerate(pictures):
         left, top = number % columns * (width + GAP), number // columns * (height + room + GAP)
-        grid.paste(picture.resize((width, height), Image.Resampling.NEAREST), (left, top + room))
+        grid.paste(picture.resize((width, height), resampling), (left, top + room))
         if captions:
             draw.rectangle((left, top, left + width - 1, top + room - 1), fill="white")
             lines = wrapped[number]

@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 
@@ -62,22 +62,12 @@ def time_calls(fn: Callable, *args, repeats: int = 3, **kwargs) -> Timing:
     return Timing(seconds[0], tuple(seconds[1:]))
 
 
-@dataclass
-class Compilations:
-    """Names of the programs that were compiled, as JAX reports them, in order."""
-
-    names: list[str] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
 @contextmanager
-def count_compilations() -> Iterator[Compilations]:
-    """Count the programs that JAX compiles inside a ``with`` block.
+def count_compilations() -> Iterator[list[str]]:
+    """List the programs that JAX compiles inside a ``with`` block, by name; their number is the list's length.
 
-    Builds on ``jax.monitoring``, where JAX reports each call of the compiler. Seconds would depend on the machine; the
-    count does not.
+    Builds on ``jax.monitoring``, where JAX reports each program that it asks the compiler for. One that comes out of
+    the persistent compilation cache is reported, too. Seconds would depend on the machine; the count does not.
 
     Examples
     --------
@@ -87,16 +77,16 @@ def count_compilations() -> Iterator[Compilations]:
     >>> len(compiled)
     1
     """
-    compilations = Compilations()
+    names: list[str] = []
     active = True
 
     def listen(event: str, duration: float, **details) -> None:
         if active and event == "/jax/core/compile/backend_compile_duration":
-            compilations.names.append(details.get("fun_name", "unnamed"))
+            names.append(details.get("fun_name", "unnamed"))
 
     # There is no public way to unregister in every supported version, so the listener goes quiet instead.
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield compilations
+        yield names
     finally:
         active = False

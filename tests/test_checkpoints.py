@@ -53,6 +53,8 @@ class FakeHub(BaseHTTPRequestHandler):
         parts = path.split("/")
         api = parts[:2] == ["api", "models"]
         repository = "/".join(parts[2:4] if api else parts[:2])
+        if repository == "owner/broken":
+            return self.refuse(500, "")
         if repository not in REVISIONS:
             return self.refuse(404, "RepoNotFound")
         if path.endswith("auth-check"):
@@ -126,7 +128,7 @@ def test_an_accelerator_with_the_memory_gets_stable_diffusion_in_bfloat16(pick, 
 
 def test_an_accelerator_without_the_memory_says_so(pick, hub):
     said, chosen = pick(hub, memory=4)
-    assert said.startswith("4.0 GiB of memory on each device is less than the 6 GiB")
+    assert said.startswith(f"{SD} takes 6 GiB of memory, and each device has 4.0 GiB: using the bundled")
     assert chosen[0].endswith("shapes-sd")
 
 
@@ -185,7 +187,18 @@ def test_a_folder_without_flax_weights_is_refused(pick, tmp_path):
     folder.mkdir()
     _, (kind, text) = pick(NO_HUB, choice=str(folder))
     assert kind == "RuntimeError"
-    assert "has no Flax weights" in text
+    assert "holds no pipeline with Flax weights" in text
+
+
+def test_an_accelerator_that_does_not_tell_its_memory_says_so(pick, hub):
+    said, _ = pick(hub, memory=0)
+    assert "each device has an unknown amount: using the bundled" in said
+
+
+def test_an_answer_of_the_hub_that_is_no_file_is_passed_on(pick, hub):
+    _, (kind, text) = pick(hub, choice="owner/broken")
+    assert kind == "RuntimeError"
+    assert text.startswith("The Hub does not give owner/broken at revision 'main': 500 Server Error")
 
 
 def test_an_unknown_model_lists_the_known_ones():

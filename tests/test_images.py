@@ -44,8 +44,9 @@ def test_small_pictures_are_enlarged_without_new_colours():
     assert set(np.unique(grid[..., :3])) == {0, 255}
 
 
-def test_large_pictures_keep_their_size():
+def test_a_large_picture_keeps_its_size_and_several_share_the_page():
     assert image_grid(picture(side=512)).size == (512, 512)
+    assert image_grid(np.zeros((2, 512, 512, 3))).size == (516, 256)
 
 
 def test_captions_stand_above_their_pictures_and_are_not_cut_off():

@@ -96,7 +96,7 @@ def test_everything_that_helpers_exports_is_documented():
 
 def test_helpers_can_be_read_over_a_coffee():
     lines = [line for file in (ROOT / "helpers").glob("*.py") for line in file.read_text().splitlines() if line.strip()]
-    assert len(lines) <= 650
+    assert len(lines) <= 700
 
 
 @pytest.mark.parametrize("name", ["shapes-sd", "shapes-sd-bf16"])

@@ -18,7 +18,7 @@ import torch
 from training import autoencoder, card, convert, diffusion, scenes, tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS = {"autoencoder": 4_000, "diffusion": 7_000}
+STEPS = {"autoencoder": 4_000, "diffusion": 6_000}
 SEED = 0
 
 

@@ -4,10 +4,13 @@ Nothing here imports JAX. The test that compares needs no PyTorch.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
+
+os.environ["USE_FLAX"] = "0"  # or diffusers and transformers would import JAX because it is installed
 import torch
 from diffusers import StableDiffusionPipeline
 
