@@ -1,5 +1,6 @@
 """The chapters: how they are written, and that they run on 8 devices, on 1 and on 3."""
 
+import json
 import os
 import re
 import shutil
@@ -27,20 +28,22 @@ def each_chapter(function):
     return pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)(function)
 
 
-@pytest.mark.parametrize("devices", [8, 1, 3])
-@each_chapter
-def test_it_runs(chapter, devices):
-    """By nbmake, in a kernel of its own; the executed notebook stays in build/ to look at."""
-    folder = ROOT / "build" / "tests" / f"{devices}-devices"
+def execute(chapter: Path, folder: Path, **environment: str):
+    """Run a chapter by nbmake, in a kernel of its own; returns the executed notebook, which stays in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = Path(shutil.copy(chapter, folder))
     command = [sys.executable, "-m", "pytest", "--nbmake", "--overwrite", "--nbmake-timeout=600", "-q", str(copy)]
     command += ["-p", "no:cacheprovider", f"--rootdir={folder}", "-c", os.devnull]
-    environment = os.environ | {"TUTORIAL_DEVICES": str(devices)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    return read(copy)
 
-    executed = read(copy)
+
+@pytest.mark.parametrize("devices", [8, 1, 3])
+@each_chapter
+def test_it_runs(chapter, devices):
+    folder = ROOT / "build" / "tests" / f"{devices}-devices"
+    executed = execute(chapter, folder, TUTORIAL_DEVICES=str(devices))
     for cell in executed.cells:
         if cell.cell_type != "code":
             continue
@@ -50,6 +53,26 @@ def test_it_runs(chapter, devices):
         assert shows_picture == bool(alt(cell)), f"picture and alt text do not go together: {cell.source}"
         text = "".join(output.get("text", "") for output in cell.outputs)
         assert len(text.splitlines()) < 30, f"a wall of log lines: {cell.source}"
+
+
+@pytest.fixture(scope="module")
+def like_the_hub(tmp_path_factory):
+    """The bundled weights in the form that Stable Diffusion 1.4 has on the Hub: bfloat16, and the PNDM scheduler."""
+    source = ROOT / "checkpoints" / "shapes-sd-bf16"
+    folder = shutil.copytree(source, tmp_path_factory.mktemp("hub") / "like-the-hub-bf16")
+    index = json.loads((folder / "model_index.json").read_text())
+    index["scheduler"] = ["diffusers", "FlaxPNDMScheduler"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    file = folder / "scheduler" / "scheduler_config.json"
+    config = json.loads(file.read_text()) | {"_class_name": "FlaxPNDMScheduler", "skip_prk_steps": True}
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["04_jit_pipeline", "05_manual_pmap"])
+def test_it_runs_on_bfloat16_weights_with_another_scheduler(name, like_the_hub, tmp_path):
+    executed = execute(ROOT / "notebooks" / f"{name}.ipynb", tmp_path, TUTORIAL_CHECKPOINT=str(like_the_hub))
+    assert "like-the-hub" in "".join(o.get("text", "") for cell in executed.cells for o in cell.get("outputs", []))
 
 
 def alt(cell) -> str:

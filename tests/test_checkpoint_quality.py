@@ -27,9 +27,17 @@ def images(pipeline, params, checkpoint):
 
 
 def test_colours_and_backgrounds_follow_the_caption(images):
-    right = [fidelity.right_attributes(named, image) for named, image in zip(CAPTIONS, images, strict=True)]
-    assert fidelity.share(answers["background"] for answers in right) >= 0.6
-    assert fidelity.share(answers["color"] for answers in right) >= 0.6
+    seen = [fidelity.read_colors(image) for image in images]
+    right = (
+        not isinstance(colors, fidelity.Refusal) and colors[:2] == (named["background"], named["color"])
+        for named, colors in zip(CAPTIONS, seen, strict=True)
+    )
+    assert fidelity.share(right) >= 0.6
+
+
+def test_everything_follows_the_caption_in_many_pictures(images):
+    right = [all(fidelity.right_attributes(n, image).values()) for n, image in zip(CAPTIONS, images, strict=True)]
+    assert fidelity.share(right) >= 0.3
 
 
 def test_other_captions_would_be_wrong(images):

@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from training import autoencoder, diffusion, scenes
+from training import autoencoder, diffusion, fidelity, scenes
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -38,9 +38,13 @@ for it: {steps} steps of DDIM at guidance scale {guidance} are what it was judge
 A judge (`training/fidelity.py`), which is fitted to nothing, reads size, colour, shape and background off each picture.
 Keys 0 to {last_key}, none dropped. "All" means that every attribute that the caption names is right.
 
-| captions | pictures | all | size | colour | shape | background | refused by the judge |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| captions | pictures | all | size | colour | shape | background | refused | both colours, whatever the shape |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {scores}
+
+A refused picture counts as wrong in everything that its caption names. Most refusals are of shapes that a person would
+recognise, but whose drawn outline covers less than {overlap:.0%} of what the renderer would draw. The last column asks
+only whether the colours of shape and background are those that the caption names.
 
 The held-out combinations are a tenth of all pairings of colour, shape and background (`training/held_out.json`);
 training never saw them. The same command gives these figures again, computed in {dtype}:
@@ -71,8 +75,8 @@ of the training captions are empty.
 DETAILS = """
 The judge itself reads {judge_right:.1%} of {judge_count:,} rendered scenes right, and refuses {refused}.
 
-Pictures of one caption differ. Over 32 keys, for four captions, the standard deviations of place and tilt, divided by
-the renderer's own: {spread}. An attribute that is left out takes several values over 64 keys: {open}.
+Pictures of one caption differ. Over 32 keys, for up to four captions, the standard deviations of place and tilt,
+divided by the renderer's own: {spread}. An attribute that is left out takes several values over 64 keys: {open}.
 """
 
 
@@ -81,7 +85,8 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
     for name, report in reports.items():
         rows = [
             f"| {captions} | {row['pictures']} | {row['all_right']:.1%} | {row['size']:.1%} | {row['color']:.1%} | "
-            f"{row['shape']:.1%} | {row['background']:.1%} | {row['refused']:.1%} |"
+            f"{row['shape']:.1%} | {row['background']:.1%} | {row['refused']:.1%} | "
+            f"{row['both_colors_whatever_the_shape']:.1%} |"
             for captions, row in report.items()
             if isinstance(row, dict) and "all_right" in row
         ]
@@ -107,6 +112,7 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             shapes=", ".join(scenes.SHAPES),
             steps=diffusion.STEPS,
             guidance=diffusion.GUIDANCE_SCALE,
+            overlap=fidelity.LEAST_OVERLAP,
             last_key=report["training captions"]["pictures"] - 1,
             scores="\n".join(rows),
             extra=" --judge 2000 --variety" if judge else "",

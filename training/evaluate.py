@@ -80,8 +80,15 @@ def score(generate: Callable, asked: list[dict[str, str | None]]) -> dict:
     refusals = Counter(
         reading.reason for reading in map(fidelity.read, images) if isinstance(reading, fidelity.Refusal)
     )
+    colors = [fidelity.read_colors(image) for image in images]
     return {
         "pictures": len(asked),
+        "both_colors_whatever_the_shape": fidelity.share(
+            not isinstance(seen, fidelity.Refusal)
+            and named["background"] in (None, seen[0])
+            and named["color"] in (None, seen[1])
+            for named, seen in zip(asked, colors, strict=True)
+        ),
         "all_right": fidelity.share(all(answers.values()) for answers in right),
         **{name: fidelity.share(by_attribute[name]) for name in scenes.ATTRIBUTES},
         "refused": sum(refusals.values()) / len(asked),
@@ -107,7 +114,8 @@ def judge_scores(count: int) -> dict:
 def variety(generate: Callable) -> dict:
     """How much the pictures of one caption differ: the spread of place and tilt, and the values of what is left open.
 
-    Spreads are standard deviations over 32 keys, divided by those of 2,000 rendered scenes of the same size.
+    Spreads are standard deviations over 32 keys, divided by those of 2,000 rendered scenes of the same size. A caption
+    of whose pictures the judge reads fewer than 8 has none.
     """
     rng = np.random.default_rng(SEED)
     ratios = defaultdict(list)
@@ -119,6 +127,8 @@ def variety(generate: Callable) -> dict:
     ):
         images = generate([scenes.caption(size, color, shape, background)] * 32, np.arange(32))
         read = [reading for reading in map(fidelity.read, images) if isinstance(reading, scenes.Scene)]
+        if len(read) < 8:
+            continue  # too few to speak of a spread
         drawn = [scenes.random_scene(rng, color, shape, background, size) for _ in range(2_000)]
         for name in ("x", "y", "tilt"):
             spread, reference = (np.std([getattr(scene, name) for scene in group]) for group in (read, drawn))

@@ -34,21 +34,9 @@ class Refusal:
     reason: str
 
 
-def read(picture: np.ndarray) -> scenes.Scene | Refusal:
-    """Read a picture.
-
-    Parameters
-    ----------
-    picture : numpy.ndarray
-        Shape (pixels, pixels, 3): uint8, or float from 0 to 1.
-
-    Returns
-    -------
-    Scene or Refusal
-        The scene, its place, radius and tilt measured; the tilt of a circle or a ring is 0.
-    """
+def read_colors(picture: np.ndarray) -> tuple[str, str, np.ndarray] | Refusal:
+    """The background's colour, the shape's, and how much of each pixel is shape, from 0 to 1; whatever the shape is."""
     pixels = np.asarray(picture, np.float32) * (1 if picture.dtype == np.uint8 else 255)
-    side = len(pixels)
 
     border = np.concatenate([pixels[0], pixels[-1], pixels[1:-1, 0], pixels[1:-1, -1]])
     back = np.median(border, axis=0)
@@ -73,10 +61,29 @@ def read(picture: np.ndarray) -> scenes.Scene | Refusal:
     step = front - back
     alpha = ((pixels - back) @ step / (step @ step)).clip(0, 1)
     stray = np.linalg.norm(pixels - back - alpha[..., None] * step, axis=-1) > DIFFERS
-    area = float(alpha.mean())
-    if stray.mean() > MOST_STRAY_PIXELS * area:
+    if stray.mean() > MOST_STRAY_PIXELS * alpha.mean():
         return Refusal("there is a third colour")
+    return background, color, alpha
 
+
+def read(picture: np.ndarray) -> scenes.Scene | Refusal:
+    """Read a picture.
+
+    Parameters
+    ----------
+    picture : numpy.ndarray
+        Shape (pixels, pixels, 3): uint8, or float from 0 to 1.
+
+    Returns
+    -------
+    Scene or Refusal
+        The scene, its place, radius and tilt measured; the tilt of a circle or a ring is 0.
+    """
+    colors = read_colors(picture)
+    if isinstance(colors, Refusal):
+        return colors
+    background, color, alpha = colors
+    area, side = float(alpha.mean()), len(alpha)
     centers = (np.arange(side) + 0.5) / side
     centroid = np.array([alpha.sum(0) @ centers, alpha.sum(1) @ centers]) / alpha.sum()
     overlap, shape, x, y, radius, tilt = max(
