@@ -42,7 +42,7 @@ Keys 0 to {last_key}, none dropped. "All" means that every attribute that the ca
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {scores}
 
-A refused picture counts as wrong in everything that its caption names. Most refusals are of shapes that a person would
+A refused picture counts as wrong in everything that its caption names. Many refusals are of shapes that a person would
 recognise, but whose drawn outline covers less than {overlap:.0%} of what the renderer would draw. The last column asks
 only whether the colours of shape and background are those that the caption names.
 
