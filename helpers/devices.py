@@ -108,7 +108,7 @@ def device_report() -> str:
     if first.platform == "cpu":
         lines.append(
             f"This is a CPU run: the {len(devices)} device(s) share {os.cpu_count()} core(s), so programs behave as on "
-            "real devices, but more devices make nothing faster."
+            "real devices, but their speed says nothing about real ones."
         )
     return "\n".join(lines)
 

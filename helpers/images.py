@@ -86,8 +86,9 @@ def image_grid(images, columns: int | None = None, captions: Sequence[str] | Non
 
 
 def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont) -> list[str]:
-    average = font.getlength("a small red heart on a white background") / 39
-    return textwrap.wrap(text, max(int((width - 4) / average), 1)) or [""]
+    # The words of one line may be wider than the average of the text.
+    letter = 1.08 * font.getlength(text) / max(len(text), 1)
+    return textwrap.wrap(text, max(int((width - 4) / max(letter, 1)), 1)) or [""]
 
 
 def _as_uint8(images) -> np.ndarray:
