@@ -18,12 +18,28 @@ CAPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def images(pipeline, params, checkpoint):
-    ids = pipeline.prepare_inputs([scenes.caption(**named) for named in CAPTIONS])
-    generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
-    side = checkpoint.height
-    guidance = checkpoint.guidance_scale
-    return np.asarray(generate(ids, params, create_key(0), checkpoint.num_inference_steps, side, side, guidance))
+def generate(pipeline, checkpoint):
+    """A function from captions, parameters and key to pictures; one program for every test here."""
+    compiled = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
+
+    def draw(captions, params, key):
+        ids = pipeline.prepare_inputs(captions)
+        side, guidance = checkpoint.height, checkpoint.guidance_scale
+        return np.asarray(compiled(ids, params, key, checkpoint.num_inference_steps, side, side, guidance))
+
+    return draw
+
+
+@pytest.fixture(scope="module")
+def images(generate, params):
+    return generate([scenes.caption(**named) for named in CAPTIONS], params, create_key(0))
+
+
+def share_right(captions, images):
+    readings = map(fidelity.read, images)
+    return fidelity.share(
+        all(fidelity.right_attributes(named, seen).values()) for named, seen in zip(captions, readings, strict=True)
+    )
 
 
 def test_colours_and_backgrounds_follow_the_caption(images):
@@ -32,39 +48,31 @@ def test_colours_and_backgrounds_follow_the_caption(images):
         not isinstance(colors, fidelity.Refusal) and colors[:2] == (named["background"], named["color"])
         for named, colors in zip(CAPTIONS, seen, strict=True)
     )
-    assert fidelity.share(right) >= 0.6
+    assert fidelity.share(right) >= 0.8
 
 
-def test_everything_follows_the_caption_in_many_pictures(images):
-    right = [all(fidelity.right_attributes(n, image).values()) for n, image in zip(CAPTIONS, images, strict=True)]
-    assert fidelity.share(right) >= 0.3
+def test_everything_follows_the_caption_in_most_pictures(images):
+    assert share_right(CAPTIONS, images) >= 0.6
 
 
 def test_other_captions_would_be_wrong(images):
     """The judge does not say yes to everything: shifted by one, the captions do not fit the pictures."""
-    shifted = CAPTIONS[1:] + CAPTIONS[:1]
-    right = [all(fidelity.right_attributes(n, image).values()) for n, image in zip(shifted, images, strict=True)]
-    assert fidelity.share(right) <= 0.1
+    assert share_right(CAPTIONS[1:] + CAPTIONS[:1], images) <= 0.1
 
 
-def test_an_untrained_unet_draws_nothing_that_the_judge_takes(pipeline, params, checkpoint):
+def test_an_untrained_unet_draws_nothing_that_the_judge_takes(generate, params):
     leaves, structure = jax.tree.flatten(params["unet"])
     keys = jax.random.split(create_key(1), len(leaves))
     random = [0.05 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
     broken = params | {"unet": jax.tree.unflatten(structure, random)}
-    ids = pipeline.prepare_inputs([scenes.caption(**named) for named in CAPTIONS[:8]])
-    generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
-    images = np.asarray(generate(ids, broken, create_key(0), 5, 64, 64, checkpoint.guidance_scale))
-    right = [all(fidelity.right_attributes(n, image).values()) for n, image in zip(CAPTIONS[:8], images, strict=True)]
-    assert not any(right)
+    images = generate([scenes.caption(**named) for named in CAPTIONS], broken, create_key(0))
+    assert share_right(CAPTIONS, images) == 0
 
 
-def test_other_keys_give_other_pictures(pipeline, params, checkpoint):
-    generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
-    ids = pipeline.prepare_inputs(["a small red heart on a white background"] * 8)
-    images = generate(ids, params, create_key(5), 10, 64, 64, checkpoint.guidance_scale)
-    distances = np.abs(np.asarray(images)[:, None] - np.asarray(images)[None]).mean(axis=(2, 3, 4))
-    assert distances[~np.eye(8, dtype=bool)].min() > 0.001
+def test_other_keys_give_other_pictures(generate, params):
+    images = generate(["a small red heart on a white background"] * len(CAPTIONS), params, create_key(5))
+    distances = np.abs(images[:, None] - images[None]).mean(axis=(2, 3, 4))
+    assert distances[~np.eye(len(images), dtype=bool)].min() > 0.001
 
 
 def test_the_tokenizer_has_every_byte_and_its_own_words(pipeline):

@@ -84,7 +84,7 @@ def test_the_judge_reads_rendered_scenes(rng):
     for _ in range(200):
         scene = random_scene(rng)
         asked = {name: getattr(scene, name) for name in scenes.ATTRIBUTES}
-        right.append(all(fidelity.right_attributes(asked, scenes.render(scene)).values()))
+        right.append(all(fidelity.right_attributes(asked, fidelity.read(scenes.render(scene))).values()))
     assert fidelity.share(right) >= 0.99
 
 
@@ -102,7 +102,19 @@ def test_the_judge_refuses_what_is_no_scene(rng, kind):
     assert fidelity.share(refused) >= 0.95
 
 
+def test_the_judge_does_not_guess_between_two_shapes():
+    circle, square = (
+        scenes.render(scenes.Scene("large", "red", shape, "white", radius=radius))
+        for shape, radius in (("circle", 0.36), ("square", 0.45))
+    )
+    between = (circle / 2 + square / 2).astype(np.uint8)
+    assert fidelity.read(circle).shape == "circle"
+    assert fidelity.read(square).shape == "square"
+    assert fidelity.read(between).reason == "it may be a square or a circle"
+
+
 def test_a_wrong_attribute_is_told_from_the_right_ones():
     scene = scenes.Scene("medium", "red", "heart", "white")
     asked = {"size": "medium", "color": "blue", "shape": "heart", "background": None}
-    assert fidelity.right_attributes(asked, scenes.render(scene)) == {"size": True, "color": False, "shape": True}
+    seen = fidelity.read(scenes.render(scene))
+    assert fidelity.right_attributes(asked, seen) == {"size": True, "color": False, "shape": True}

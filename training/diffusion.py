@@ -1,6 +1,7 @@
 """The text encoder and the UNet of ``shapes-sd``, trained together on the autoencoder's latents."""
 
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,25 @@ from training.loop import fit
 STEPS = 30
 GUIDANCE_SCALE = 3.0
 POOL = 100_000
+POOL_SEED = 1
 BATCH = 128
 EMPTY_CAPTIONS = 0.1  # what the pipeline's unconditional half sees
 FULL_CAPTIONS = 0.5
 DROPPED_ATTRIBUTES = 0.35  # of each attribute in the remaining captions
 TEXT_WIDTH = 64
-COOLDOWN = 2_000  # steps
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of the training loop. The next one starts from its averaged weights, with a fresh optimizer."""
+
+    steps: int
+    cooldown: int  # steps at the end of it
+    emphasis: bool  # whether every other timestep is drawn from MIDDLE
+
+
+ROUNDS = (Round(steps=6_000, cooldown=2_000, emphasis=False), Round(steps=4_200, cooldown=4_100, emphasis=True))
+MIDDLE = (100, 600)  # the timesteps, of 1000, in which a picture gets its shape
 UNET_CONFIG = {
     "sample_size": PIXELS // 8,
     "in_channels": 4,
@@ -89,13 +103,13 @@ def train(
     tokenizer: CLIPTokenizer,
     folder: Path,
     *,
-    steps: int,
+    rounds: tuple[Round, ...] = ROUNDS,
     seed: int,
     device: torch.device,
-) -> tuple[nn.ModuleDict, dict]:
-    """Train the text encoder and the UNet; returns them as ``text_encoder`` and ``unet``, with the log."""
+) -> tuple[nn.ModuleDict, list[dict]]:
+    """Train the text encoder and the UNet; returns them by these names (``text_encoder``), and a log of each round."""
     torch.manual_seed(seed)
-    pool = scenes.training_scenes(POOL, seed + 1)
+    pool = scenes.training_scenes(POOL, POOL_SEED)
     latents = encode_pool(autoencoder.to(device), pool, device)
     parts = nn.ModuleDict({"text_encoder": build_text_encoder(tokenizer), "unet": UNet2DConditionModel(**UNET_CONFIG)})
     parts["unet"].set_attn_processor(AttnProcessor())  # faster than the fused one on a CPU, for maps this small
@@ -105,27 +119,35 @@ def train(
     def token_ids(text: str) -> list[int]:
         return tokenizer(text, padding="max_length", max_length=tokenizer.model_max_length).input_ids
 
-    def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    def loss_of(model: nn.Module, generator: torch.Generator, emphasis: bool) -> torch.Tensor:
         index = torch.randint(len(pool), (BATCH,), generator=generator)
         captions = [scenes.caption(**random_attributes(pool[i], generator)) for i in index.tolist()]
         ids = torch.tensor([token_ids(text) for text in captions], device=device)
         noise = torch.randn((BATCH, *latents.shape[1:]), generator=generator).to(device)
         # One timestep from each of BATCH equal intervals: the same mean as independent ones, with less variance.
         timesteps = (torch.arange(BATCH) + torch.rand(BATCH, generator=generator)) * (1000 / BATCH)
+        if emphasis:
+            low, high = MIDDLE
+            timesteps[1::2] = low + timesteps[1::2] * (high - low) / 1000
         timesteps = timesteps.long().to(device)
         clean = latents[index.to(device)]
         context = model["text_encoder"](ids)[0]
         velocity = model["unet"](scheduler.add_noise(clean, noise, timesteps), timesteps, context).sample
         return (velocity.float() - scheduler.get_velocity(clean, noise, timesteps)).square().mean()
 
-    return fit(
-        parts,
-        loss_of,
-        name="diffusion",
-        folder=folder,
-        steps=steps,
-        peak_lr=1e-3,
-        cooldown=COOLDOWN,
-        seed=seed,
-        device=device,
-    )
+    logs = []
+    for number, training_round in enumerate(rounds, 1):
+        parts, log = fit(
+            parts,
+            partial(loss_of, emphasis=training_round.emphasis),
+            name=f"diffusion-{number}",
+            folder=folder,
+            steps=training_round.steps,
+            peak_lr=1e-3,
+            cooldown=training_round.cooldown,
+            seed=seed + number - 1,
+            device=device,
+        )
+        parts.requires_grad_(True)
+        logs.append(log)
+    return parts, logs

@@ -6,7 +6,7 @@ Picture ``k`` starts from the latents of ``jax.random.key(k)``, for ``k`` from 0
 
 import argparse
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 from diffusers import FlaxStableDiffusionPipeline
 from tqdm import tqdm
 
+from helpers import image_grid
 from training import diffusion, fidelity, scenes, spoiled
 
 BATCH = 25
@@ -72,14 +73,12 @@ def held_out_captions(count: int) -> list[dict[str, str | None]]:
 def score(generate: Callable, asked: list[dict[str, str | None]]) -> dict:
     """The share of pictures in which everything is right, and for each attribute the share in which it is."""
     images = generate([scenes.caption(**named) for named in asked], np.arange(len(asked)))
-    right = [fidelity.right_attributes(named, image) for named, image in zip(asked, images, strict=True)]
+    readings = [fidelity.read(image) for image in images]
+    right = [fidelity.right_attributes(named, reading) for named, reading in zip(asked, readings, strict=True)]
     by_attribute = defaultdict(list)
     for answers in right:
         for name, answer in answers.items():
             by_attribute[name].append(answer)
-    refusals = Counter(
-        reading.reason for reading in map(fidelity.read, images) if isinstance(reading, fidelity.Refusal)
-    )
     colors = [fidelity.read_colors(image) for image in images]
     return {
         "pictures": len(asked),
@@ -91,7 +90,7 @@ def score(generate: Callable, asked: list[dict[str, str | None]]) -> dict:
         ),
         "all_right": fidelity.share(all(answers.values()) for answers in right),
         **{name: fidelity.share(by_attribute[name]) for name in scenes.ATTRIBUTES},
-        "refused": sum(refusals.values()) / len(asked),
+        "refused": fidelity.share(isinstance(reading, fidelity.Refusal) for reading in readings),
     }
 
 
@@ -101,7 +100,11 @@ def judge_scores(count: int) -> dict:
     choices = scenes.combinations()
     rendered = [scenes.random_scene(rng, *choices[i]) for i in rng.integers(len(choices), size=count)]
     right = (
-        all(fidelity.right_attributes({a: getattr(scene, a) for a in scenes.ATTRIBUTES}, scenes.render(scene)).values())
+        all(
+            fidelity.right_attributes(
+                {a: getattr(scene, a) for a in scenes.ATTRIBUTES}, fidelity.read(scenes.render(scene))
+            ).values()
+        )
         for scene in rendered
     )
     refused = {
@@ -147,6 +150,39 @@ def variety(generate: Callable) -> dict:
     return {"spread_against_renderer": {k: [round(r, 2) for r in v] for k, v in ratios.items()}, "open": open_values}
 
 
+def nearest(generate: Callable, picture: Path | None) -> dict:
+    """How far pictures are from the training scenes: a copy would be nearer than any fresh scene is.
+
+    The distance is the root of the mean squared difference of pixels from 0 to 1; the training scenes are those with
+    the same colour, shape and background (with any other the distance is larger). For comparison, the same distance of
+    freshly rendered scenes that training never saw. Draws the pictures above their nearest training scenes.
+    """
+    asked = [named for named in training_captions(400) if all(named.values())][:64]
+    drawn = generate([scenes.caption(**named) for named in asked], np.arange(len(asked)))
+    pool = defaultdict(list)
+    for scene in scenes.training_scenes(diffusion.POOL, diffusion.POOL_SEED):
+        pool[scene.color, scene.shape, scene.background].append(scene)
+    rng = np.random.default_rng(SEED)
+    distances, fresh_distances, found = [], [], []
+    for named, image in zip(asked, tqdm(drawn, desc="nearest", leave=False), strict=True):
+        named_three = named["color"], named["shape"], named["background"]
+        known = np.stack([scenes.render(scene) for scene in pool[named_three]]) / np.float32(255)
+        fresh = scenes.render(scenes.random_scene(rng, *named_three, named["size"])) / np.float32(255)
+        apart, fresh_apart = (np.sqrt(np.square(known - p).mean(axis=(1, 2, 3))) for p in (image, fresh))
+        distances.append(float(apart.min()))
+        fresh_distances.append(float(fresh_apart.min()))
+        found.append(known[apart.argmin()])
+    if picture:
+        image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8).save(picture)
+    return {
+        "pictures": len(asked),
+        "training scenes": diffusion.POOL,
+        "distance": float(np.median(distances)),
+        "distance of fresh scenes": float(np.median(fresh_distances)),
+        "least distance": min(distances),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="a checkpoint in Flax format")
@@ -154,6 +190,8 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=400, help="for each of the two scores")
     parser.add_argument("--judge", type=int, metavar="N", help="test the judge itself on N rendered scenes as well")
     parser.add_argument("--variety", action="store_true", help="measure how much the pictures of one caption differ")
+    parser.add_argument("--nearest", action="store_true", help="measure the distance from the training scenes")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --nearest, draw them side by side")
     arguments = parser.parse_args()
     generate = load_generator(arguments.folder, jnp.dtype(arguments.dtype))
     report = {
@@ -166,6 +204,8 @@ def main() -> None:
         report["judge"] = judge_scores(arguments.judge)
     if arguments.variety:
         report["variety"] = variety(generate)
+    if arguments.nearest:
+        report["nearest"] = nearest(generate, arguments.picture)
     print(json.dumps(report, indent=2))
 
 
