@@ -5,10 +5,10 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lab checkpoints lock clean
+.PHONY: help run test test-matrix lab checkpoints lock clean
 
 help:  ## list these commands
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 # Installs again whenever the lock or the project's own metadata changes, and never otherwise.
 .venv/installed: requirements.lock pyproject.toml
@@ -28,6 +28,9 @@ test: .venv/installed  ## check the code and the notebooks, and run every test
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m pytest
 
+test-matrix: .venv/installed  ## execute the chapters on Colab's, Kaggle's and the oldest Python's versions too
+	@$(BIN)/python tools/test_matrix.py
+
 lab: .venv/installed  ## open the chapters in JupyterLab
 	@$(BIN)/jupyter lab notebooks
 
@@ -40,7 +43,7 @@ lab: .venv/installed  ## open the chapters in JupyterLab
 	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train]'
 	@touch $@
 
-checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about two hours on 2 cores; resumable)
+checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about three hours on 2 cores; resumable)
 	@.venv-train/bin/python -m training
 
 lock: .venv/installed  ## write requirements.lock and environment.yml anew from pyproject.toml

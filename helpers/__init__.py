@@ -1,10 +1,16 @@
 """The few functions that the chapters share. Everything else in them is JAX, Flax and diffusers."""
 
-from helpers.checkpoints import Checkpoint, bundled_checkpoint, pick_checkpoint
-from helpers.devices import device_report, require_accelerator, simulate_devices
-from helpers.images import image_grid
-from helpers.inputs import create_key, prepare_prompts, split_keys
-from helpers.timing import Timing, count_compilations, time_calls
+import sys
+
+from helpers.versions import require_flax
+
+if "helpers.doctor" not in sys.orig_argv:  # `python -m helpers.doctor` reports what would stop the import here
+    require_flax()
+    from helpers.checkpoints import Checkpoint, bundled_checkpoint, pick_checkpoint
+    from helpers.devices import device_report, require_accelerator, simulate_devices
+    from helpers.images import image_grid
+    from helpers.inputs import create_key, prepare_prompts, split_keys
+    from helpers.timing import Timing, count_compilations, time_calls
 
 __all__ = [
     "Checkpoint",

@@ -175,19 +175,19 @@ def bundled_checkpoint(name: str) -> Checkpoint:
     >>> bundled_checkpoint("shapes-sd").download_bytes
     0
     """
-    names = _bundled_names()
+    names = bundled_names()
     if name not in names:
         raise ValueError(f"No bundled checkpoint is called {name!r}: choose one of {', '.join(names)}.")
     return _from_folder(next(place / name for place in _FOLDERS if (place / name / _WEIGHTS).exists()), name)
 
 
-def _bundled_names() -> list[str]:
+def bundled_names() -> list[str]:
     return sorted({folder.name for place in _FOLDERS for folder in place.glob("*/") if (folder / _WEIGHTS).exists()})
 
 
 def _named(choice: str, model: str) -> Checkpoint:
     """The checkpoint that ``TUTORIAL_CHECKPOINT`` names."""
-    if choice in _bundled_names():
+    if choice in bundled_names():
         return bundled_checkpoint(choice)
     if Path(choice).is_dir():
         return _from_folder(Path(choice), choice)
@@ -195,7 +195,7 @@ def _named(choice: str, model: str) -> Checkpoint:
     if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
         raise RuntimeError(
             f"{CHECKPOINT_VARIABLE} is {choice!r}: no folder, no Hub id (owner/name), and no bundled checkpoint "
-            f"({', '.join(_bundled_names())}): correct it or unset it."
+            f"({', '.join(bundled_names())}): correct it or unset it."
         )
     return _from_hub(hub_id, revision or "main", model)
 
@@ -209,7 +209,7 @@ def _from_folder(folder: Path, name: str) -> Checkpoint:
             "that a Flax pipeline's save_pretrained wrote."
         )
     configs = {part: json.loads((folder / part / "config.json").read_text()) for part in ("unet", "vae")}
-    ours = name in _bundled_names()
+    ours = name in bundled_names()
     return Checkpoint(
         name=name,
         source=str(folder),

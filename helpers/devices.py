@@ -123,13 +123,13 @@ def require_accelerator() -> None:
     """
     platform = jax.default_backend()
     if platform == "cpu":
-        runtime = _runtime()
+        runtime = find_runtime()
         raise RuntimeError(
             f"JAX runs on the CPU, not on a TPU or GPU. On this machine ({runtime}): {_ADVICE[runtime]}."
         )
 
 
-def _runtime() -> str:
+def find_runtime() -> str:
     """Where this code runs: a key of the advice above."""
     if "COLAB_RELEASE_TAG" in os.environ:
         return "Colab"

@@ -1,7 +1,8 @@
-"""Write what follows from pyproject.toml: requirements.lock and environment.yml.
+"""Write what follows from pyproject.toml: requirements.lock, locks/colab.lock and environment.yml.
 
-The lock holds every package for every supported Python and system, with hashes. The environment is for conda and
-Binder: Python 3.12, and the lock's versions of the packages that pyproject.toml names.
+The lock holds every package for every supported Python and system, with hashes. Colab's lock keeps what the runtime of
+that name brings. The environment is for conda and Binder: Python 3.12, and the lock's versions of the packages that
+pyproject.toml names.
 """
 
 import argparse
@@ -17,19 +18,24 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements.lock"
 ENVIRONMENT = ROOT / "environment.yml"
+COLAB_LOCK = ROOT / "locks" / "colab.lock"
+# Colab's TPU runtime in August 2026 (github.com/googlecolab/backend-info), which the setup cell leaves as it is.
+COLAB_PYTHON = "3.13"
+COLAB_VERSIONS = {"jax": "0.7.2", "jaxlib": "0.7.2", "flax": "0.11.2", "numpy": "2.1.3"}
 EXTRAS = ("tpu", "lab", "test")
 PYTHON = "3.12"
 HEADER = "# Written by `make lock` from pyproject.toml. Do not edit.\n"
 
 
-def write_lock(upgrade: bool) -> None:
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
-    command += ["--generate-hashes", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--no-annotate"]
-    command += [argument for extra in EXTRAS for argument in ("--extra", extra)]
-    command += ["--upgrade"] if upgrade else []
+def compile_lock(lock: Path, extras: tuple[str, ...], upgrade: bool, *options: str, constraints: str = "") -> None:
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", *options]
     # Where the wheels came from is this machine's business: the lock holds names, versions and hashes.
-    subprocess.run([*command, "pyproject.toml", "--output-file", LOCK.name], cwd=ROOT, check=True)
-    LOCK.write_text(HEADER + LOCK.read_text().removeprefix(HEADER))
+    command += ["--generate-hashes", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--no-annotate"]
+    command += [argument for extra in extras for argument in ("--extra", extra)]
+    command += ["--upgrade"] if upgrade else []
+    command += ["--constraints", "-", "pyproject.toml", "--output-file", str(lock.relative_to(ROOT))]
+    subprocess.run(command, cwd=ROOT, check=True, input=constraints, text=True)
+    lock.write_text(HEADER + lock.read_text().removeprefix(HEADER))
 
 
 def locked_versions(python: str, system: str = "linux", machine: str = "x86_64") -> dict[str, str]:
@@ -76,9 +82,12 @@ def environment_yml() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that pyproject.toml allows")
-    write_lock(parser.parse_args().upgrade)
+    upgrade = parser.parse_args().upgrade
+    compile_lock(LOCK, EXTRAS, upgrade, "--universal", "--python-version", "3.11")
+    pins = "\n".join(f"{name}=={version}" for name, version in COLAB_VERSIONS.items())
+    compile_lock(COLAB_LOCK, ("test",), upgrade, "--python-version", COLAB_PYTHON, constraints=pins)
     ENVIRONMENT.write_text(environment_yml())
-    print(f"Wrote {LOCK.name} and {ENVIRONMENT.name}.")
+    print(f"Wrote {LOCK.name}, {COLAB_LOCK.relative_to(ROOT)} and {ENVIRONMENT.name}.")
 
 
 if __name__ == "__main__":

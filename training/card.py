@@ -42,9 +42,12 @@ Keys 0 to {last_key}, none dropped. "All" means that every attribute that the ca
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 {scores}
 
-A refused picture counts as wrong in everything that its caption names. Many refusals are of shapes that a person would
-recognise, but whose drawn outline covers less than {overlap:.0%} of what the renderer would draw. The last column asks
-only whether the colours of shape and background are those that the caption names.
+A refused picture counts as wrong in everything that its caption names. The judge refuses a picture in which no shape
+covers {overlap:.0%} of what is seen (intersection over union), or two shapes fit nearly equally well (within
+{lead:.0%}), besides pictures with more than two colours or a background that is not flat. The last column asks only
+whether the colours of shape and background are those that the caption names.
+
+![The first 16 pictures of held-out combinations, keys 0 to 15, each under its caption](samples.png)
 
 The held-out combinations are a tenth of all pairings of colour, shape and background (`training/held_out.json`);
 training never saw them. The same command gives these figures again, computed in {dtype}:
@@ -60,23 +63,32 @@ python -m training.evaluate checkpoints/{name} --dtype {dtype}{extra}
 | part | parameters | steps | batch | time |
 | --- | --- | --- | --- | --- |
 | autoencoder | {vae_parameters:,} | {vae_steps:,} | {vae_batch} | {vae_minutes:.0f} min |
-| UNet | {unet_parameters:,} | {steps_done:,} | {batch} | {minutes:.0f} min |
+| UNet | {unet_parameters:,} | {steps_done} | {batch} | {minutes} min |
 | text encoder | {text_parameters:,} | with the UNet | | |
 
 Machine: {machine}; PyTorch {torch}, bfloat16 autocast. The times are those of this run, on a machine that had other
 work to do. The autoencoder reconstructs unseen scenes of held-out combinations at {psnr:.1f} dB PSNR on average (the
 worst of {psnr_count}: {psnr_worst:.1f} dB). Its latents are whitened channel by channel, by a change of the two 1 × 1
 convolutions around them. The UNet predicts velocity; the betas are linear from {beta_start} to {beta_end}; {empty:.0%}
-of the training captions are empty.
+of the training captions are empty. Its second round of training starts from the averaged weights of the first, and
+draws every other timestep from {middle[0]} to {middle[1]} (of 1,000), where a picture gets its shape; the learning rate
+falls to zero at the end of each round. Because of those timesteps the losses of the two rounds cannot be compared.
 
-![Training loss of the autoencoder and of the UNet against the step](loss.png)
+![Training loss of the autoencoder and of the UNet's first round against the step](loss.png)
+![Training loss of the UNet's second round against the step](loss-round-2.png)
 """
 
 DETAILS = """
-The judge itself reads {judge_right:.1%} of {judge_count:,} rendered scenes right, and refuses {refused}.
+The judge itself reads {judge_right:.1%} of {judge_count:,} rendered scenes right. It refuses {refused}.
 
 Pictures of one caption differ. Over 32 keys, for up to four captions, the standard deviations of place and tilt,
 divided by the renderer's own: {spread}. An attribute that is left out takes several values over 64 keys: {open}.
+
+The pictures are not copies. The nearest of {pool:,} training scenes differs from a picture by {distance:.3f} in the
+median of {nearest_pictures} (root of the mean squared difference; black and white differ by 1), and the most similar
+pair by {least_distance:.3f}; from a freshly rendered scene it differs by {fresh_distance:.3f}.
+
+![Eight pictures, and below each the nearest of the training scenes](nearest.png)
 """
 
 
@@ -102,6 +114,11 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
                     f"{what} {', '.join(f'{value:.2f}' for value in values)}"
                     for what, values in variety["spread_against_renderer"].items()
                 ),
+                pool=report["nearest"]["training scenes"],
+                distance=report["nearest"]["distance"],
+                least_distance=report["nearest"]["least distance"],
+                fresh_distance=report["nearest"]["distance of fresh scenes"],
+                nearest_pictures=report["nearest"]["pictures"],
                 open=", ".join(f"{what} {count}" for what, count in variety["open"].items()),
             )
         text = TEXT.format(
@@ -113,19 +130,20 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             steps=diffusion.STEPS,
             guidance=diffusion.GUIDANCE_SCALE,
             overlap=fidelity.LEAST_OVERLAP,
+            lead=fidelity.LEAST_LEAD,
             last_key=report["training captions"]["pictures"] - 1,
             scores="\n".join(rows),
-            extra=" --judge 2000 --variety" if judge else "",
+            extra=" --judge 2000 --variety --nearest" if judge else "",
             details=details,
             vae_parameters=record["parameters"]["vae"],
             unet_parameters=record["parameters"]["unet"],
             text_parameters=record["parameters"]["text_encoder"],
             vae_steps=record["autoencoder"]["steps"][-1],
-            steps_done=record["diffusion"]["steps"][-1],
+            steps_done=" + ".join(f"{log['steps'][-1]:,}" for log in record["diffusion"]),
             vae_batch=autoencoder.BATCH,
             batch=diffusion.BATCH,
             vae_minutes=record["autoencoder"]["seconds"] / 60,
-            minutes=record["diffusion"]["seconds"] / 60,
+            minutes=" + ".join(f"{log['seconds'] / 60:.0f}" for log in record["diffusion"]),
             machine=record["machine"],
             torch=record["torch"].split("+")[0],
             psnr=np.mean(record["psnr"]),
@@ -134,16 +152,19 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             beta_start=diffusion.SCHEDULER_CONFIG["beta_start"],
             beta_end=diffusion.SCHEDULER_CONFIG["beta_end"],
             empty=diffusion.EMPTY_CAPTIONS,
+            middle=diffusion.MIDDLE,
         )
         (folder / name / "README.md").write_text(text, encoding="utf-8")
-        draw_losses(record, folder / name / "loss.png")
+        first, *rest = record["diffusion"]
+        draw_losses({"autoencoder": record["autoencoder"], "UNet, round 1": first}, folder / name / "loss.png")
+        draw_losses({f"UNet, round {k}": log for k, log in enumerate(rest, 2)}, folder / name / "loss-round-2.png")
 
 
-def draw_losses(record: dict, file: Path) -> None:
-    figure, axes = plt.subplots(1, 2, figsize=(8, 2.8))
-    for ax, part in zip(axes, ("autoencoder", "diffusion"), strict=True):
-        ax.semilogy(record[part]["steps"], record[part]["loss"], linewidth=1)
-        ax.set_title(part)
+def draw_losses(logs: dict[str, dict], file: Path) -> None:
+    figure, axes = plt.subplots(1, len(logs), figsize=(4 * len(logs), 2.8), squeeze=False)
+    for ax, (title, log) in zip(axes.flat, logs.items(), strict=True):
+        ax.semilogy(log["steps"], log["loss"], linewidth=1)
+        ax.set_title(title)
         ax.set_xlabel("step")
         ax.set_ylabel("loss, mean of 50 steps")
         ax.grid(alpha=0.3, which="both")

@@ -150,12 +150,12 @@ def variety(generate: Callable) -> dict:
     return {"spread_against_renderer": {k: [round(r, 2) for r in v] for k, v in ratios.items()}, "open": open_values}
 
 
-def nearest(generate: Callable, picture: Path | None) -> dict:
+def nearest(generate: Callable, folder: Path | None) -> dict:
     """How far pictures are from the training scenes: a copy would be nearer than any fresh scene is.
 
     The distance is the root of the mean squared difference of pixels from 0 to 1; the training scenes are those with
     the same colour, shape and background (with any other the distance is larger). For comparison, the same distance of
-    freshly rendered scenes that training never saw. Draws the pictures above their nearest training scenes.
+    freshly rendered scenes that training never saw. The folder gets a picture of drawings above their nearest scenes.
     """
     asked = [named for named in training_captions(400) if all(named.values())][:64]
     drawn = generate([scenes.caption(**named) for named in asked], np.arange(len(asked)))
@@ -172,8 +172,8 @@ def nearest(generate: Callable, picture: Path | None) -> dict:
         distances.append(float(apart.min()))
         fresh_distances.append(float(fresh_apart.min()))
         found.append(known[apart.argmin()])
-    if picture:
-        image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8).save(picture)
+    if folder:
+        image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8).save(folder / "nearest.png")
     return {
         "pictures": len(asked),
         "training scenes": diffusion.POOL,
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--judge", type=int, metavar="N", help="test the judge itself on N rendered scenes as well")
     parser.add_argument("--variety", action="store_true", help="measure how much the pictures of one caption differ")
     parser.add_argument("--nearest", action="store_true", help="measure the distance from the training scenes")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --nearest, draw them side by side")
+    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="for samples.png and, with --nearest, nearest.png")
     arguments = parser.parse_args()
     generate = load_generator(arguments.folder, jnp.dtype(arguments.dtype))
     report = {
@@ -205,7 +205,11 @@ def main() -> None:
     if arguments.variety:
         report["variety"] = variety(generate)
     if arguments.nearest:
-        report["nearest"] = nearest(generate, arguments.picture)
+        report["nearest"] = nearest(generate, arguments.draw)
+    if arguments.draw:
+        named = held_out_captions(16)
+        captions = [scenes.caption(**attributes) for attributes in named]
+        image_grid(generate(captions, np.arange(16)), captions=captions).save(arguments.draw / "samples.png")
     print(json.dumps(report, indent=2))
 
 

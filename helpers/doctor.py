@@ -1,0 +1,132 @@
+"""What is installed, what JAX sees, and what to do about it: ``python -m helpers.doctor``.
+
+Prints one page, and exits with 1 if there is a problem.
+"""
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+from helpers import versions
+
+GIB = 2**30
+# What the bundled chapters need at their peak, and what the installation and the pictures take.
+LEAST_MEMORY = 2 * GIB
+LEAST_DISK = 2 * GIB
+HUB_TIMEOUT = 5  # seconds
+
+
+def check_packages() -> Iterator[str]:
+    """Print a line for each package; yield the problems."""
+    print(f"{'package':<18}{'installed':<14}expected")
+    packages = versions.needed_packages()
+    if not packages:
+        yield f"{versions.DISTRIBUTION} is not installed: in a clone of the course, run `pip install .`"
+    for package in packages:
+        name, expected = package.requirement.name, str(package.requirement.specifier) or "any"
+        verdict = "" if package.fits else "   <- problem"
+        print(f"{name:<18}{package.installed or 'missing':<14}{expected}{verdict}")
+        if not package.fits:
+            found = f"{name} {package.installed} is installed" if package.installed else f"{name} is missing"
+            yield f"{found}, and {name} {expected} is needed: {versions.pip_command([package])}"
+
+
+def check_devices() -> Iterator[str]:
+    """Say what JAX runs on; a machine with an accelerator that JAX does not use is a problem."""
+    try:
+        from helpers import devices
+    except ImportError as error:
+        yield f"JAX cannot be imported ({error}): pip install jax"
+        return
+    try:
+        devices.simulate_devices()  # as every chapter does
+        print(devices.device_report())
+    except ValueError as error:
+        yield f"{error} Unset {devices.DEVICES_VARIABLE}, or correct it"
+        return
+    except RuntimeError as error:
+        yield f"JAX does not start ({error}): unset JAX_PLATFORMS, and stop other processes that use the accelerator"
+        return
+    try:
+        devices.require_accelerator()
+    except RuntimeError as error:
+        # On a laptop that is no problem: the chapters run on its CPU.
+        if devices.find_runtime() == "laptop":
+            print("There is no accelerator here, and none is needed.")
+        else:
+            yield str(error)
+
+
+def check_checkpoints() -> Iterator[str]:
+    """Read every bundled checkpoint's files; unreadable ones are a problem."""
+    try:
+        from helpers.checkpoints import bundled_checkpoint, bundled_names
+    except ImportError:
+        return  # reported with the packages
+    names = bundled_names()
+    if not names:
+        yield "The bundled checkpoints are missing: install the course again (`pip install --force-reinstall .`)"
+    for name in names:
+        folder = Path(bundled_checkpoint(name).source)
+        try:
+            size = sum(len(file.read_bytes()) for file in folder.rglob("*.msgpack"))
+        except OSError as error:
+            yield f"The bundled checkpoint {name} cannot be read ({error}): install the course again"
+        else:
+            print(f"Bundled checkpoint {name}: {size / 1e6:.1f} MB of weights, readable")
+
+
+def check_hub() -> Iterator[str]:
+    """Say whether the Hugging Face Hub answers. Without it the bundled checkpoints still run, so it is no problem."""
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        with urlopen(f"{address}/api/models?limit=1", timeout=HUB_TIMEOUT):
+            answer = "answers"
+    except HTTPError as error:
+        answer = f"answers with {error.code}"
+    except (URLError, OSError, ValueError) as error:
+        answer = f"cannot be reached ({getattr(error, 'reason', error)}), so only bundled checkpoints can be loaded"
+    print(f"The Hub, {address}: {answer}")
+    if os.environ.get("HF_TOKEN"):
+        print("HF_TOKEN is set.")
+    yield from ()
+
+
+def check_room() -> Iterator[str]:
+    """Free memory, and free disk where the Hub's files would go."""
+    try:
+        import psutil
+    except ImportError:
+        return  # reported with the packages
+    memory = psutil.virtual_memory()
+    print(f"Memory: {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free")
+    if memory.available < LEAST_MEMORY:
+        yield "Less than 2 GiB of memory is free: shut down other kernels"
+    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    place = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    print(f"Disk: {free / GIB:.1f} GiB free at {place}")
+    if free < LEAST_DISK:
+        yield f"Less than 2 GiB of disk is free at {place}: make room, or set HF_HOME to a folder on a larger disk"
+
+
+def main() -> int:
+    print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {sys.executable}\n")
+    problems = []
+    for check in (check_packages, check_devices, check_checkpoints, check_hub, check_room):
+        problems += check()
+        print()
+    if not problems:
+        print("No problem found.")
+    for number, problem in enumerate(problems, 1):
+        print(f"Problem {number}: {problem}")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
