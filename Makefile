@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-matrix lab checkpoints lock clean
+.PHONY: help run test test-matrix lab checkpoints lock outdated publish clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,12 @@ checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about
 
 lock: .venv/installed  ## write requirements.lock and environment.yml anew from pyproject.toml
 	@$(BIN)/python tools/lock.py
+
+outdated: .venv/installed  ## compare the lock with the newest releases, and say what is held back and why
+	@$(BIN)/python tools/outdated.py
+
+publish: .venv/installed  ## write where the course lives into chapters and README (REPO=owner/name)
+	@$(BIN)/python tools/publish.py $(REPO)
 
 clean:  ## remove what these commands made
 	rm -rf .venv .venv-train build

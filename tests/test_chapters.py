@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-TAGS = {"setup", "exercise", "solution", "timing", "raises-exception", "hide-cell"}
+TAGS = {"setup", "exercise", "solution", "timing", "raises-exception", "hide-cell", "hide-input"}
 
 
 def read(chapter: Path):
@@ -105,7 +105,9 @@ def test_it_has_the_form_of_a_chapter(chapter):
     assert any("## What you learned" in cell.source for cell in cells)
     assert ending.startswith("Next")
     assert all(tags(cell) <= TAGS for cell in cells)
-    assert all(len(cell.source.splitlines()) <= 40 for cell in cells), "a cell fits on a screen"
+    (setup,) = (cell for cell in cells if "setup" in tags(cell))
+    assert setup.metadata["jupyter"]["source_hidden"], "it is no part of the lesson"
+    assert all(len(cell.source.splitlines()) <= 40 for cell in cells if cell is not setup), "a cell fits on a screen"
 
 
 @each_chapter

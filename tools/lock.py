@@ -1,8 +1,8 @@
 """Write what follows from pyproject.toml: requirements.lock, locks/colab.lock and environment.yml.
 
-The lock holds every package for every supported Python and system, with hashes. Colab's lock keeps what the runtime of
-that name brings. The environment is for conda and Binder: Python 3.12, and the lock's versions of the packages that
-pyproject.toml names.
+The lock holds every package for every supported Python and system, with hashes. Colab's lock is what the runtime of
+that name brings before the course is installed there. The environment is for conda and Binder: Python 3.12, and the
+lock's versions of the packages that pyproject.toml names.
 """
 
 import argparse
@@ -19,22 +19,29 @@ ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements.lock"
 ENVIRONMENT = ROOT / "environment.yml"
 COLAB_LOCK = ROOT / "locks" / "colab.lock"
-# Colab's TPU runtime in August 2026 (github.com/googlecolab/backend-info), which the setup cell leaves as it is.
+# Colab's TPU runtime in August 2026 (github.com/googlecolab/backend-info), with Flax models in neither of the two last.
 COLAB_PYTHON = "3.13"
-COLAB_VERSIONS = {"jax": "0.7.2", "jaxlib": "0.7.2", "flax": "0.11.2", "numpy": "2.1.3"}
+COLAB_IMAGE = {
+    "jax": "0.7.2",
+    "jaxlib": "0.7.2",
+    "flax": "0.11.2",
+    "numpy": "2.1.3",
+    "transformers": "5.15.0",
+    "huggingface-hub": "1.27.0",
+}
+EXECUTION = ("ipykernel", "nbclient", "tqdm")  # what tools/run_chapters.py needs beside it
 EXTRAS = ("tpu", "lab", "test")
 PYTHON = "3.12"
 HEADER = "# Written by `make lock` from pyproject.toml. Do not edit.\n"
 
 
-def compile_lock(lock: Path, extras: tuple[str, ...], upgrade: bool, *options: str, constraints: str = "") -> None:
-    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", *options]
+def compile_lock(lock: Path, source: str, *options: str, requirements: str = "") -> None:
+    """Write a lock from pyproject.toml, or from requirements given as text (then ``source`` is ``-``)."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", *options, source]
     # Where the wheels came from is this machine's business: the lock holds names, versions and hashes.
     command += ["--generate-hashes", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--no-annotate"]
-    command += [argument for extra in extras for argument in ("--extra", extra)]
-    command += ["--upgrade"] if upgrade else []
-    command += ["--constraints", "-", "pyproject.toml", "--output-file", str(lock.relative_to(ROOT))]
-    subprocess.run(command, cwd=ROOT, check=True, input=constraints, text=True)
+    command += ["--output-file", str(lock.relative_to(ROOT))]
+    subprocess.run(command, cwd=ROOT, check=True, input=requirements, text=True)
     lock.write_text(HEADER + lock.read_text().removeprefix(HEADER))
 
 
@@ -82,10 +89,11 @@ def environment_yml() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that pyproject.toml allows")
-    upgrade = parser.parse_args().upgrade
-    compile_lock(LOCK, EXTRAS, upgrade, "--universal", "--python-version", "3.11")
-    pins = "\n".join(f"{name}=={version}" for name, version in COLAB_VERSIONS.items())
-    compile_lock(COLAB_LOCK, ("test",), upgrade, "--python-version", COLAB_PYTHON, constraints=pins)
+    upgrade = ["--upgrade"] if parser.parse_args().upgrade else []
+    extras = [argument for extra in EXTRAS for argument in ("--extra", extra)]
+    compile_lock(LOCK, "pyproject.toml", "--universal", "--python-version", "3.11", *extras, *upgrade)
+    image = "\n".join([*(f"{name}=={version}" for name, version in COLAB_IMAGE.items()), *EXECUTION])
+    compile_lock(COLAB_LOCK, "-", "--python-version", COLAB_PYTHON, *upgrade, requirements=image)
     ENVIRONMENT.write_text(environment_yml())
     print(f"Wrote {LOCK.name}, {COLAB_LOCK.relative_to(ROOT)} and {ENVIRONMENT.name}.")
 

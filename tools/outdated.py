@@ -1,0 +1,51 @@
+"""Compare the locked versions with the newest releases, and say which are held back and why: ``make outdated``.
+
+The exit status is 1 if a package that nothing holds back has a newer release, so that a scheduled run shows it.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.lock import locked_versions
+
+# Why a package stays behind its newest release, until the course leaves Flax's pipelines.
+HELD_BACK = {
+    "diffusers": "0.39 is the last release with Flax pipelines",
+    "transformers": "4.57 is the last series with Flax models",
+    "huggingface-hub": "transformers 4.57 needs a version below 1",
+    "libtpu": "jax[tpu] names the version that it works with",
+    "tokenizers": "transformers 4.57 needs a version up to 0.23",
+}
+
+
+def newer_releases() -> list[dict[str, str]]:
+    """What pip says about the locked packages in this environment: name, version, latest_version."""
+    locked = locked_versions(f"{sys.version_info.major}.{sys.version_info.minor}")
+    command = [sys.executable, "-m", "pip", "list", "--outdated", "--format", "json", "--disable-pip-version-check"]
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    found = [package | {"name": canonicalize_name(package["name"])} for package in found]
+    return [package for package in found if package["name"] in locked]
+
+
+def report(newer: list[dict[str, str]]) -> int:
+    """Print a table; the number of packages that nothing holds back."""
+    free = 0
+    for package in newer:
+        reason = HELD_BACK.get(package["name"], "")
+        free += not reason
+        print(
+            f"{package['name']:<28}{package['version']:<14}{package['latest_version']:<14}{reason or 'nothing: python tools/lock.py --upgrade'}"
+        )
+    if not newer:
+        print("Every package is at its newest release.")
+    return free
+
+
+if __name__ == "__main__":
+    print(f"{'package':<28}{'locked':<14}{'newest':<14}held back because")
+    sys.exit(report(newer_releases()) > 0)
