@@ -38,9 +38,8 @@ def report(newer: list[dict[str, str]]) -> int:
     for package in newer:
         reason = HELD_BACK.get(package["name"], "")
         free += not reason
-        print(
-            f"{package['name']:<28}{package['version']:<14}{package['latest_version']:<14}{reason or 'nothing: python tools/lock.py --upgrade'}"
-        )
+        what = reason or "nothing: python tools/lock.py --upgrade"
+        print(f"{package['name']:<28}{package['version']:<14}{package['latest_version']:<14}{what}")
     if not newer:
         print("Every package is at its newest release.")
     return free
