@@ -28,7 +28,7 @@ test: .venv/installed  ## check the code and the notebooks, and run every test
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m pytest
 
-test-matrix: .venv/installed  ## execute the chapters on Colab's, Kaggle's and the oldest Python's versions too
+test-matrix: .venv/installed  ## execute the chapters on Colab's versions, the newest, and the oldest Python's
 	@$(BIN)/python tools/test_matrix.py
 
 lab: .venv/installed  ## open the chapters in JupyterLab

@@ -40,8 +40,8 @@ def check_devices() -> Iterator[str]:
     """Say what JAX runs on; a machine with an accelerator that JAX does not use is a problem."""
     try:
         from helpers import devices
-    except ImportError as error:
-        yield f"JAX cannot be imported ({error}): pip install jax"
+    except (ImportError, RuntimeError) as error:  # jax raises the latter when jaxlib is of another version
+        yield f"JAX cannot be imported: {error}"
         return
     try:
         devices.simulate_devices()  # as every chapter does
@@ -119,7 +119,11 @@ def main() -> int:
     print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {sys.executable}\n")
     problems = []
     for check in (check_packages, check_devices, check_checkpoints, check_hub, check_room):
-        problems += check()
+        try:
+            for problem in check():
+                problems.append(problem)
+        except Exception as error:  # what nobody foresaw must not hide what was found
+            problems.append(f"{check.__name__} failed: {type(error).__name__}: {error}")
         print()
     if not problems:
         print("No problem found.")

@@ -51,8 +51,8 @@ def require_flax() -> None:
     if wrong:
         found = " and ".join(f"{package.requirement.name} {package.installed or '(missing)'}" for package in wrong)
         raise ImportError(
-            f"This course cannot use {found}, which has no Flax pipelines: run `{pip_command(wrong)}`, and restart the "
-            "kernel."
+            f"This course cannot run with {found}, but only with versions that still have Flax: run "
+            f"`{pip_command(wrong)}`, and restart the kernel."
         )
 
 

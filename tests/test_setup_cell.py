@@ -64,6 +64,13 @@ def test_on_colab_it_keeps_jax_and_numpy_and_installs_from_the_repository(bare_p
     assert "is the internet switched on" in result.stderr.splitlines()[-1]
 
 
+def test_a_wheel_is_named_by_its_path(bare_python, tmp_path):
+    wheel = tmp_path / "course.whl"
+    wheel.touch()
+    result = run_cell(bare_python, publish.setup_cell(""), COLAB_RELEASE_TAG="1", TUTORIAL_SOURCE=str(wheel))
+    assert result.stdout.startswith(f"asked for stable-diffusion-jax-course @ {wheel.as_uri()} with ")
+
+
 def test_it_asks_for_a_restart_where_another_version_was_imported(bare_python):
     pretend = (
         "import subprocess, sys, types\n"
@@ -71,7 +78,7 @@ def test_it_asks_for_a_restart_where_another_version_was_imported(bare_python):
         "subprocess.run = lambda *_: types.SimpleNamespace(returncode=0)\n"
     )
     result = run_cell(bare_python, pretend + publish.setup_cell("someone/course"), KAGGLE_KERNEL_RUN_TYPE="1")
-    assert "Now restart the kernel, as older transformers had been imported." in result.stderr
+    assert "Now restart the kernel: another transformers had been imported already." in result.stderr
 
 
 def test_every_chapter_and_the_readme_carry_the_same_stamp():

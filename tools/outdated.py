@@ -6,12 +6,14 @@ The exit status is 1 if a package that nothing holds back has a newer release, s
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.lock import locked_versions
+from tools.lock import ROOT, locked_versions
 
 # Why a package stays behind its newest release, until the course leaves Flax's pipelines.
 HELD_BACK = {
@@ -21,12 +23,20 @@ HELD_BACK = {
     "libtpu": "jax[tpu] names the version that it works with",
     "tokenizers": "transformers 4.57 needs a version up to 0.23",
 }
+ALLOWED = {
+    requirement.name: requirement.specifier
+    for requirement in map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+}
 
 
 def newer_releases() -> list[dict[str, str]]:
     """What pip says about the locked packages in this environment: name, version, latest_version."""
     locked = locked_versions(f"{sys.version_info.major}.{sys.version_info.minor}")
-    command = [sys.executable, "-m", "pip", "list", "--outdated", "--format", "json", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    # Without an answer from the index, pip would list nothing, as if everything were new.
+    if subprocess.run([*pip, "index", "versions", "diffusers"], capture_output=True).returncode:
+        sys.exit("The package index cannot be reached, so nothing can be said about newer releases.")
+    command = [*pip, "list", "--outdated", "--format", "json"]
     found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     found = [package | {"name": canonicalize_name(package["name"])} for package in found]
     return [package for package in found if package["name"] in locked]
@@ -38,7 +48,13 @@ def report(newer: list[dict[str, str]]) -> int:
     for package in newer:
         reason = HELD_BACK.get(package["name"], "")
         free += not reason
-        what = reason or "nothing: python tools/lock.py --upgrade"
+        allowed = ALLOWED.get(package["name"])
+        if reason:
+            what = reason
+        elif allowed and not allowed.contains(package["latest_version"]):
+            what = f"pyproject.toml allows {allowed}: run the tests with it, then raise the bound"
+        else:
+            what = "nothing: python tools/lock.py --upgrade"
         print(f"{package['name']:<28}{package['version']:<14}{package['latest_version']:<14}{what}")
     if not newer:
         print("Every package is at its newest release.")

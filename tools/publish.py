@@ -1,8 +1,8 @@
 """Say where the course lives: ``make publish REPO=owner/name``.
 
 Writes the setup cell (``tools/setup_cell.py``, with the repository's name in it) into every chapter, and the links that
-open the chapters on Colab, Kaggle and Binder into the README. Run it again with another name, or with none to take the
-name out.
+open the chapters on Colab, Kaggle and Binder into the README. Run it again with another name, with none to keep the
+name that is there, or with ``--none`` to take it out.
 """
 
 import argparse
@@ -17,6 +17,19 @@ SETUP_CELL = ROOT / "tools" / "setup_cell.py"
 UNSTAMPED = 'REPOSITORY = ""'
 BEGIN, END = "<!-- links to the chapters -->\n", "<!-- end of the links -->\n"
 
+NOWHERE = """\
+This copy of the course does not say where it lives yet. `make publish REPO=owner/name` writes a repository on GitHub
+into the chapters, and links to Colab, Kaggle and Binder into this page. Until then, upload a chapter, and tell its
+first cell where to find the course by a line above it:
+
+```
+%env TUTORIAL_SOURCE=git+https://github.com/owner/name
+```
+
+Anything that pip installs will do, also the path of an uploaded wheel (`.venv/bin/python -m hatchling build` makes one,
+with the bundled checkpoints in it).
+"""
+
 
 def setup_cell(repository: str) -> str:
     """The source of the setup cell for a repository, or for none (an empty string)."""
@@ -26,9 +39,9 @@ def setup_cell(repository: str) -> str:
 
 
 def links(repository: str) -> str:
-    """The README's table of links; without a repository there is nothing to link to."""
+    """The README's table of links, or without a repository what to do in its place."""
     if not repository:
-        return ""
+        return NOWHERE
     rows = ["| chapter | open it in |", "| --- | --- |"]
     for chapter in CHAPTERS:
         path = f"{repository}/blob/main/notebooks/{chapter.name}"
@@ -61,14 +74,20 @@ def stamped_repository() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("repository", nargs="?", default="", help='"owner/name" on GitHub')
-    repository = parser.parse_args().repository
+    parser.add_argument("repository", nargs="?", default=stamped_repository(), help='"owner/name" on GitHub')
+    parser.add_argument("--none", action="store_true", help="take the repository's name out")
+    arguments = parser.parse_args()
+    repository = "" if arguments.none else arguments.repository
     if repository and not re.fullmatch(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+", repository):
         parser.error(f'{repository!r} is no repository: give it as "owner/name", without https:// and github.com')
     for chapter in CHAPTERS:
         chapter.write_text(stamp_chapter(chapter.read_text(), repository))
     README.write_text(stamp_readme(README.read_text(), repository))
-    print(f"The chapters and the README now say {repository!r}." if repository else "The repository's name is out.")
+    print(
+        f"The chapters and the README now say {repository!r}."
+        if repository
+        else "The chapters and the README name none."
+    )
 
 
 if __name__ == "__main__":

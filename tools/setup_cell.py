@@ -1,6 +1,7 @@
 # The setup cell is the same in every chapter. Where the course is installed, it only starts JAX's devices; on Colab and
 # Kaggle it installs the course first, and leaves the runtime's own JAX and NumPy as they are.
 import os
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -21,17 +22,18 @@ except ImportError as error:
             'This copy of the course does not know where it lives: set REPOSITORY above to "owner/name" on GitHub, or '
             "the environment variable TUTORIAL_SOURCE to anything that pip can install it from."
         ) from None
-    kept = [d for d in metadata.distributions() if d.name in ("jax", "jaxlib", "libtpu", "numpy")]
+    source = pathlib.Path(source).resolve().as_uri() if os.path.exists(source) else source
+    present = {d.name: d.version for d in reversed([*metadata.distributions()])}  # the first on the path counts
+    kept = {"jax", "jaxlib", "libtpu", "numpy"} & set(present)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        print(*(f"{d.name}=={d.version}" for d in kept), sep="\n", file=constraints, flush=True)
+        print(*(f"{name}=={present[name]}" for name in kept), sep="\n", file=constraints, flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         if subprocess.run([*pip, f"stable-diffusion-jax-course @ {source}"]).returncode:
             raise RuntimeError(f"pip says above why it cannot install {source}: is the internet switched on?") from None
     invalidate_caches()
-    if loaded := {"helpers", "diffusers", "flax", "huggingface_hub", "transformers"} & set(sys.modules):
-        raise RuntimeError(
-            f"Installed. Now restart the kernel, as older {', '.join(loaded)} had been imported."
-        ) from None
+    if loaded := {"helpers", "diffusers", "flax", "huggingface_hub", "tokenizers", "transformers"} & set(sys.modules):
+        names = ", ".join(sorted(loaded))
+        raise RuntimeError(f"Installed. Now restart the kernel: another {names} had been imported already.") from None
     from helpers import simulate_devices
 import diffusers
 import transformers

@@ -21,7 +21,7 @@ MOST_STRAY_BORDER = 0.05  # share of border pixels that may differ from the back
 MOST_STRAY_PIXELS = 0.06  # share of a shape's area that may have a third colour
 LEAST_OVERLAP = 0.65  # intersection over union of the shape seen and the shape drawn
 LEAST_LEAD = 0.04  # by which the best shape must overlap more than the next; 0.14 or more in rendered scenes
-LEAST_AREA = 0.008  # of the picture; a small ring, cross or moon covers three times that
+LEAST_AREA = 0.008  # of the picture; the smallest shape of the renderer covers several times that
 TILTS = np.arange(-40.0, 41.0, 5.0)
 # Halfway between the ranges that the renderer uses.
 SMALL_BELOW, LARGE_ABOVE = (

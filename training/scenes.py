@@ -56,8 +56,8 @@ def _heart() -> np.ndarray:
 
 
 def _moon() -> np.ndarray:
-    # A circle of radius 1 minus one of radius 0.8 whose centre lies 0.6 to the right: they meet at +-63.9 degrees
-    # of the first and at +-116.4 (seen from its own centre, the side that faces left) of the second.
+    # A circle of radius 1 minus one of radius 0.8 whose centre lies 0.6 to the right: they meet at +-53.1 degrees
+    # of the first and at +-90 (seen from its own centre, the side that faces left) of the second.
     cos_outer = (1 + 0.6**2 - 0.8**2) / (2 * 0.6)
     outer = np.degrees(np.arccos(cos_outer))
     inner = np.degrees(np.arctan2(np.sin(np.radians(outer)), cos_outer - 0.6))
