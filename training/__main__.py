@@ -73,13 +73,15 @@ def publish(
         command = [sys.executable, "-m", "training.evaluate", str(to / name), "--dtype", dtype]
         command += ["--judge", "2000", "--variety", "--nearest"] if dtype == "float32" else []
         command += ["--draw", str(to / name)]
-        reports[name] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        reports[name] = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
     (work / "record.json").write_text(json.dumps({"record": record, "reports": reports}))
     card.write(to, record, reports)
 
     # The fixture belongs to the weights in the repository, so a trial that writes elsewhere leaves it alone.
     fixture = (ROOT / "tests" / "fixtures" if to == CHECKPOINTS else to) / "pytorch_pictures.npz"
-    subprocess.run([sys.executable, "-m", "training.pytorch_pictures", str(pytorch_folder), str(fixture)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "training.pytorch_pictures", str(pytorch_folder), str(fixture)], cwd=ROOT, check=True
+    )
 
 
 if __name__ == "__main__":
