@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from transformers import CLIPTokenizer
 
-from training import autoencoder, card, convert, diffusion, scenes, tokenizer
+from training import autoencoder, card, convert, diffusion, scenes, sd, tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = ROOT / "checkpoints"
@@ -37,12 +37,12 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     rounds = [
         replace(r, steps=r.steps // arguments.shorten, cooldown=r.cooldown // arguments.shorten)
-        for r in diffusion.ROUNDS
+        for r in sd.RECIPE.rounds
     ]
 
     words = tokenizer.write(work / "tokenizer")
     vae, vae_log = autoencoder.train(work, steps=AUTOENCODER_STEPS // arguments.shorten, seed=SEED, device=device)
-    parts, logs = diffusion.train(vae, words, work, rounds=rounds, seed=SEED, device=device)
+    parts, logs = diffusion.train(sd.RECIPE, vae, words, work, rounds=rounds, seed=SEED, device=device)
     record = {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device.type}",
         "torch": torch.__version__,
@@ -57,7 +57,7 @@ def publish(
 ) -> None:
     """Convert, score and describe what was trained, and draw the fixture of the parity test."""
     pytorch_folder = work / "pytorch"
-    convert.save_pytorch(vae, parts["text_encoder"], parts["unet"], words, pytorch_folder)
+    convert.save_pytorch(vae, parts, words, pytorch_folder)
     rng = np.random.default_rng(SEED)
     choices = sorted(scenes.held_out())
     unseen = np.stack([scenes.render(scenes.random_scene(rng, *choices[k % len(choices)])) for k in range(512)])
@@ -69,7 +69,7 @@ def publish(
     reports = {}
     for name, dtype in (("shapes-sd", "float32"), ("shapes-sd-bf16", "bfloat16")):
         shutil.rmtree(to / name, ignore_errors=True)
-        convert.to_flax(pytorch_folder, to / name, jnp.dtype(dtype))
+        convert.to_flax(vae, parts, words, to / name, jnp.dtype(dtype))
         command = [sys.executable, "-m", "training.evaluate", str(to / name), "--dtype", dtype]
         command += ["--judge", "2000", "--variety", "--nearest"] if dtype == "float32" else []
         command += ["--draw", str(to / name)]

@@ -161,8 +161,8 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             psnr=np.mean(record["psnr"]),
             psnr_count=len(record["psnr"]),
             psnr_worst=np.min(record["psnr"]),
-            beta_start=diffusion.SCHEDULER_CONFIG["beta_start"],
-            beta_end=diffusion.SCHEDULER_CONFIG["beta_end"],
+            beta_start=diffusion.NOISE["beta_start"],
+            beta_end=diffusion.NOISE["beta_end"],
             empty=diffusion.EMPTY_CAPTIONS,
             middle=diffusion.MIDDLE,
         )
