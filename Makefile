@@ -43,7 +43,7 @@ lab: .venv/installed  ## open the chapters in JupyterLab
 	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train]'
 	@touch $@
 
-checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about three hours on 2 cores; resumable)
+checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about four and a half hours on 2 cores; resumable)
 	@.venv-train/bin/python -m training
 
 lock: .venv/installed  ## write requirements.lock and environment.yml anew from pyproject.toml

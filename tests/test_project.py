@@ -101,7 +101,7 @@ def test_helpers_can_be_read_over_a_coffee():
     assert len(lines) <= 700
 
 
-@pytest.mark.parametrize("name", ["shapes-sd", "shapes-sd-bf16"])
+@pytest.mark.parametrize("name", ["shapes-sd", "shapes-sd-bf16", "shapes-sdxl"])
 def test_the_checkpoint_is_small_and_has_a_card(name):
     folder = ROOT / "checkpoints" / name
     sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]

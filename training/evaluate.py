@@ -28,7 +28,7 @@ SEED = 2026  # of the captions; the pictures have their own keys
 
 def load_generator(
     folder: Path, dtype: jnp.dtype, steps: int = diffusion.STEPS, guidance: float = diffusion.GUIDANCE_SCALE
-) -> Callable[[list[str], np.ndarray], np.ndarray]:
+) -> Callable[..., np.ndarray]:
     """A function from captions and key numbers to pictures: float32 of shape (n, pixels, pixels, 3), from 0 to 1.
 
     Parameters are cast to ``dtype``, too, all but the scheduler's.
@@ -43,12 +43,13 @@ def load_generator(
     generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
     draw = jax.jit(jax.vmap(lambda key: jax.random.normal(jax.random.key(key), (4, side, side))))
 
-    def pictures(captions: list[str], keys: np.ndarray) -> np.ndarray:
+    def pictures(captions: list[str], keys: np.ndarray, negative: str | None = None) -> np.ndarray:
         drawn = []
         for start in tqdm(range(0, len(captions), BATCH), desc="pictures", unit_scale=BATCH, leave=False):
             ids = pipeline.prepare_inputs(captions[start : start + BATCH])
             latents = draw(jnp.asarray(keys[start : start + BATCH]))
-            images = generate(ids, params, None, steps, pixels, pixels, guidance, latents)
+            unwanted = None if negative is None else pipeline.prepare_inputs([negative] * len(ids))
+            images = generate(ids, params, None, steps, pixels, pixels, guidance, latents, unwanted)
             drawn.append(np.float32(images))
         return np.concatenate(drawn)
 
@@ -193,6 +194,19 @@ def nearest(generate: Callable, recipe: diffusion.Recipe, folder: Path | None) -
     }
 
 
+def negative_prompt(generate: Callable, count: int) -> dict:
+    """The share of red hearts among hearts of any colour, without and with the negative prompt ``red``."""
+    prompt, unwanted = "a heart on a white background", "red"
+    shares = {}
+    for kind, negative in (("without", None), ("with it", unwanted)):
+        images = generate([prompt] * count, np.arange(count), negative)
+        seen = [fidelity.read(image) for image in images]
+        shares[kind] = fidelity.share(
+            isinstance(scene, scenes.Scene) and (scene.color, scene.shape) == (unwanted, "heart") for scene in seen
+        )
+    return {"pictures": count, "prompt": prompt, "unwanted": unwanted, **shares}
+
+
 def save(picture: Image.Image, file: Path) -> None:
     """Write a PNG of few bytes: flat colours lose nothing that can be seen."""
     picture.quantize(128, method=Image.Quantize.FASTOCTREE).save(file, optimize=True)
@@ -208,6 +222,7 @@ def main() -> None:
     parser.add_argument("--judge", type=int, metavar="N", help="test the judge itself on N rendered scenes as well")
     parser.add_argument("--variety", action="store_true", help="measure how much the pictures of one caption differ")
     parser.add_argument("--nearest", action="store_true", help="measure the distance from the training scenes")
+    parser.add_argument("--negative", type=int, metavar="N", help="measure a negative prompt on N pictures")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="for samples.png and, with --nearest, nearest.png")
     arguments = parser.parse_args()
     recipe = sdxl.RECIPE if (arguments.folder / "text_encoder_2").exists() else sd.RECIPE
@@ -224,6 +239,8 @@ def main() -> None:
         report["variety"] = variety(generate)
     if arguments.nearest:
         report["nearest"] = nearest(generate, recipe, arguments.draw)
+    if arguments.negative:
+        report["negative prompt"] = negative_prompt(generate, arguments.negative)
     if arguments.draw:
         named = held_out_captions(16)
         captions = [scenes.caption(**attributes) for attributes in named]
