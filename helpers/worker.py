@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import transformers
+from jax._src import distributed  # the barrier below has no public name; Orbax takes it from here, too
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,6 +34,8 @@ from PIL.PngImagePlugin import PngInfo
 from helpers.checkpoints import Checkpoint, pick_checkpoint
 from helpers.devices import simulate_devices
 from helpers.inputs import _warn_about, create_key
+
+PATIENCE = 3600  # seconds that a process waits for the others to load and compile
 
 
 def join(coordinator: str | None, processes: int | None, process_id: int | None, timeout: int) -> None:
@@ -73,6 +76,14 @@ def join(coordinator: str | None, processes: int | None, process_id: int | None,
         ) from None
     jax.devices()  # here each process tells the others which devices it has
     watchdog.cancel()
+
+
+def wait_for_all(name: str) -> None:
+    """Wait until every process is here, each time under another name.
+
+    Gathering waits, too, but on CPUs for 30 seconds only, and one host may load and compile longer than another.
+    """
+    distributed.global_state.client.wait_at_barrier(name, PATIENCE * 1000)
 
 
 def from_process_0(value):
@@ -218,6 +229,7 @@ def run(prompts_file: Path, folder: Path, seed: int) -> None:
         prompts = read_prompts(prompts_file)
         missing = find_missing(folder, describe(prompts, seed, checkpoint))
         plan = {"checkpoint": checkpoint.name, "prompts": prompts, "missing": missing}
+    wait_for_all("planned")
     plan = from_process_0(plan)
     prompts, missing = plan["prompts"], plan["missing"]
     if plan["checkpoint"] != checkpoint.name:
@@ -259,6 +271,9 @@ def run(prompts_file: Path, folder: Path, seed: int) -> None:
         filled = indices + [indices[-1]] * (devices - len(indices))
         prompt_ids = pipeline.prepare_inputs([prompts[index] for index in filled])
         drawn = draw(on_mesh(prompt_ids, split), params, on_mesh(picture_keys(seed, filled), split))
+        if number == 0:
+            jax.block_until_ready(drawn)
+            wait_for_all("compiled")
         pictures, finite = multihost_utils.process_allgather(drawn, tiled=True)
         if not first:
             continue

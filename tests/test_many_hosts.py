@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from jupyter_client.manager import start_new_kernel
 from PIL import Image
 
 from helpers import launch as launcher
@@ -301,6 +302,26 @@ def test_the_launcher_stops_its_processes_when_it_is_stopped(number, status, tmp
     assert process.returncode == status, output
     assert "Traceback" not in output
     assert left_over(str(tmp_path)) == []
+
+
+def test_the_launcher_stops_its_processes_when_a_notebook_is_interrupted(tmp_path):
+    manager, client = start_new_kernel(extra_arguments=["--log-level=ERROR"])
+    try:
+        cell = "from helpers.launch import launch\n"
+        cell += f"launch(['-c', \"print('up'); import time; time.sleep(60)\", {str(tmp_path)!r}])"
+        request, printed = client.execute(cell), ""
+        while not ("[0] up" in printed and "[1] up" in printed):
+            message = client.get_iopub_msg(timeout=120)
+            assert message["msg_type"] != "error", message["content"]
+            printed += message["content"].get("text", "")
+        manager.interrupt_kernel()
+        while (reply := client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != request:
+            pass
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        assert left_over(str(tmp_path)) == []
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
 
 
 def test_processes_do_not_outlive_a_launcher_that_is_killed(tmp_path):
