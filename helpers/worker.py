@@ -226,11 +226,16 @@ def run(prompts_file: Path, folder: Path, seed: int) -> None:
     # each other forever.
     plan = None
     if first:
-        prompts = read_prompts(prompts_file)
-        missing = find_missing(folder, describe(prompts, seed, checkpoint))
-        plan = {"checkpoint": checkpoint.name, "prompts": prompts, "missing": missing}
+        try:
+            prompts = read_prompts(prompts_file)
+            missing = find_missing(folder, describe(prompts, seed, checkpoint))
+            plan = {"checkpoint": checkpoint.name, "prompts": prompts, "missing": missing}
+        except RuntimeError as error:  # the others should end, too, and know why
+            plan = {"problem": str(error)}
     wait_for_all("planned")
     plan = from_process_0(plan)
+    if "problem" in plan:
+        raise RuntimeError(plan["problem"])
     prompts, missing = plan["prompts"], plan["missing"]
     if plan["checkpoint"] != checkpoint.name:
         raise RuntimeError(

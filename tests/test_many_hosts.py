@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_written_is_reported_at_once(folder, environment
     result = launch_worker(folder, folder / "prompts.txt" / "out", environment, devices=1)
     assert result.returncode == 1
     assert "Pictures cannot be written to" in result.stdout and "give another --out" in result.stdout, result.stdout
-    assert "[launch] process 0" in result.stdout
+    assert "[launch] process" in result.stdout and "ended with status 1" in result.stdout
     assert "Traceback" not in result.stdout
 
 
