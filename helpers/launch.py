@@ -93,8 +93,8 @@ class _Group:
 
     def _read(self, number: int, stream) -> None:
         for line in stream:
-            # The CPU's collectives announce each connection between each two processes, several times.
-            if not line.startswith("[Gloo] Rank"):
+            # The CPU's collectives announce every connection, on lines that run into each other.
+            if not (line.startswith("[Gloo]") or "peer ranks" in line):
                 self.lines.put((number, line.rstrip("\n")))
 
     def watch(self, time_limit: float | None) -> int:
