@@ -82,7 +82,7 @@ def check_checkpoints() -> Iterator[str]:
 
 
 def check_hub() -> Iterator[str]:
-    """Say whether the Hugging Face Hub answers. Without it the bundled checkpoints still run, so it is no problem."""
+    """Say whether the Hugging Face Hub answers, and where a token for it is. Neither is needed, so no problem here."""
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         with urlopen(f"{address}/api/models?limit=1", timeout=HUB_TIMEOUT):
@@ -92,8 +92,14 @@ def check_hub() -> Iterator[str]:
     except (URLError, OSError, ValueError) as error:
         answer = f"cannot be reached ({getattr(error, 'reason', error)}), so only bundled checkpoints can be loaded"
     print(f"The Hub, {address}: {answer}")
-    if os.environ.get("HF_TOKEN"):
-        print("HF_TOKEN is set.")
+    try:
+        from helpers.tokens import find_token
+    except ImportError:
+        return  # reported with the packages
+    place = find_token()
+    print(f"Token for the Hub: in {place}" if place else "Token for the Hub: none, which public models do not need")
+    if "COLAB_RELEASE_TAG" in os.environ and not place:
+        print("Colab shows its secrets to notebooks only, and not to a command such as this.")
     yield from ()
 
 
