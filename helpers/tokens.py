@@ -50,7 +50,7 @@ def _take_kaggle_secret() -> bool:
         if "No user secrets exist" not in str(error):
             print(
                 f"Kaggle does not give the secret {TOKEN} ({type(error).__name__}), so the Hub is asked without a "
-                "token: switch the internet on in the notebook's settings, and attach the secret under Add-ons > Secrets."
+                "token: switch on the internet, and attach the secret under Add-ons > Secrets."
             )
         return False
     os.environ[TOKEN] = token or ""
