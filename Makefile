@@ -55,7 +55,7 @@ outdated: .venv/installed  ## compare the lock with the newest releases, and say
 audit: .venv/installed  ## look the locked packages up in the lists of known vulnerabilities
 	@$(BIN)/python tools/audit.py
 
-publish: .venv/installed  ## write where the course lives into chapters and README (REPO=owner/name)
+publish: .venv/installed  ## write where the course lives wherever it is named (REPO=owner/name)
 	@$(BIN)/python tools/publish.py $(REPO)
 
 clean:  ## remove what these commands made
