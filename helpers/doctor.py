@@ -41,16 +41,18 @@ def check_devices() -> Iterator[str]:
     try:
         from helpers import devices
     except (ImportError, RuntimeError) as error:  # jax raises the latter when jaxlib is of another version
-        yield f"JAX cannot be imported: {error}"
+        jax = [package for package in versions.needed_packages() if package.requirement.name == "jax"]
+        if jax:  # otherwise, what is wrong was said with the packages
+            yield f"JAX cannot be imported ({error}): {versions.pip_command(jax)} --force-reinstall"
         return
     try:
         devices.simulate_devices()  # as every chapter does
         print(devices.device_report())
     except ValueError as error:
-        yield f"{error} Unset {devices.DEVICES_VARIABLE}, or correct it"
+        yield f"{error} Correct it, or: unset {devices.DEVICES_VARIABLE}"
         return
     except RuntimeError as error:
-        yield f"JAX does not start ({error}): unset JAX_PLATFORMS, and stop other processes that use the accelerator"
+        yield f"JAX does not start ({error}). Stop other processes that use the accelerator, and: unset JAX_PLATFORMS"
         return
     try:
         devices.require_accelerator()
@@ -66,17 +68,17 @@ def check_checkpoints() -> Iterator[str]:
     """Read every bundled checkpoint's files; unreadable ones are a problem."""
     try:
         from helpers.checkpoints import bundled_checkpoint, bundled_names
-    except ImportError:
-        return  # reported with the packages
+    except (ImportError, RuntimeError):
+        return  # reported with the packages or with JAX
     names = bundled_names()
     if not names:
-        yield "The bundled checkpoints are missing: install the course again (`pip install --force-reinstall .`)"
+        yield "The bundled checkpoints are missing: install the course again by `pip install --force-reinstall .`"
     for name in names:
         folder = Path(bundled_checkpoint(name).source)
         try:
             size = sum(len(file.read_bytes()) for file in folder.rglob("*.msgpack"))
         except OSError as error:
-            yield f"The bundled checkpoint {name} cannot be read ({error}): install the course again"
+            yield f"The bundled checkpoint {name} cannot be read ({error}): `pip install --force-reinstall .`"
         else:
             print(f"Bundled checkpoint {name}: {size / 1e6:.1f} MB of weights, readable")
 
@@ -118,7 +120,7 @@ def check_room() -> Iterator[str]:
     free = shutil.disk_usage(place).free
     print(f"Disk: {free / GIB:.1f} GiB free at {place}")
     if free < LEAST_DISK:
-        yield f"Less than 2 GiB of disk is free at {place}: make room, or set HF_HOME to a folder on a larger disk"
+        yield f"Less than 2 GiB of disk is free at {place}: `hf cache delete --disable-tui`, or set HF_HOME elsewhere"
 
 
 def main() -> int:

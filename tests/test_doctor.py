@@ -61,6 +61,13 @@ def test_a_wrong_number_of_devices_is_a_problem():
     assert "Problem 1: TUTORIAL_DEVICES is 'none'" in result.stdout
 
 
+def test_a_broken_jax_is_one_problem_with_its_remedy(tmp_path):
+    (tmp_path / "jax.py").write_text("raise RuntimeError('jaxlib is version 0.1')")
+    result = run_doctor(PYTHONPATH=str(tmp_path))
+    (problem,) = [line for line in result.stdout.splitlines() if line.startswith("Problem")]
+    assert problem.startswith('Problem 1: JAX cannot be imported (jaxlib is version 0.1): pip install "jax<')
+
+
 @pytest.mark.parametrize(
     ("installed", "found"),
     [
