@@ -113,7 +113,8 @@ def main() -> None:
         parser.error(f'{repository!r} is no repository: give it as "owner/name", without https:// and github.com')
     stamped = {path: stamp(path.read_text(), repository) for path, stamp in places().items()}
     for path, text in stamped.items():  # only now, so that a text that cannot be stamped leaves all as they are
-        path.write_text(text)
+        if path.read_text() != text:  # a new pyproject.toml, even with the same text, makes make install again
+            path.write_text(text)
     print(f"{len(stamped)} files name {f'the repository {repository}' if repository else 'no repository'}.")
 
 
