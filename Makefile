@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-matrix lab checkpoints lock outdated publish clean
+.PHONY: help run test test-matrix lab checkpoints lock outdated audit publish clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,7 +52,10 @@ lock: .venv/installed  ## write requirements.lock and environment.yml anew from 
 outdated: .venv/installed  ## compare the lock with the newest releases, and say what is held back and why
 	@$(BIN)/python tools/outdated.py
 
-publish: .venv/installed  ## write where the course lives into chapters and README (REPO=owner/name)
+audit: .venv/installed  ## look the locked packages up in the lists of known vulnerabilities
+	@$(BIN)/python tools/audit.py
+
+publish: .venv/installed  ## write where the course lives wherever it is named (REPO=owner/name)
 	@$(BIN)/python tools/publish.py $(REPO)
 
 clean:  ## remove what these commands made
