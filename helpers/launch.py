@@ -57,6 +57,9 @@ def launch(
     if devices:
         # The second is read by JAX itself, the third by the helper that every chapter calls.
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "TUTORIAL_DEVICES": str(devices)}
+        # XLA's threads are as many as a process has devices, or cores if these are more, or NPROC. JAX 0.7 compiles
+        # by their number, and rounds another way for another one: so it is the same however devices are grouped.
+        environment["NPROC"] = str(max(processes * devices, os.cpu_count() or 1))
     group = _Group()
     try:
         for number in range(processes):

@@ -275,6 +275,13 @@ def test_the_launcher_tells_each_process_where_to_meet(capsys):
     assert lines == [f"[{k}] --coordinator={address} --processes=3 --process-id={k}" for k in range(3)]
 
 
+def test_processes_have_the_same_number_of_threads_however_the_devices_are_grouped(capsys):
+    code = "import os; print(os.environ['NPROC'])"
+    for processes, devices in ((2, 32), (1, 64)):
+        assert launch(["-c", code], processes, devices) == 0
+    assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()} == {str(max(64, os.cpu_count()))}
+
+
 def test_the_launcher_names_a_program_that_fails_and_shows_its_last_words(capsys):
     code = "import sys, time; sys.exit('no luck') if sys.argv[-1] == '--process-id=1' else time.sleep(60)"
     assert launch(["-c", code]) == 1
