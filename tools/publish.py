@@ -2,7 +2,8 @@
 
 Writes the repository's name into every place that needs it: the setup cell (``tools/setup_cell.py``) of every chapter,
 the README's links that open the chapters on Colab, Kaggle and Binder, the pages that say how to clone the course,
-environment.yml and pyproject.toml. Run it again with another name, with none to keep the name that is there, or with
+environment.yml, pyproject.toml and CITATION.cff. The site's launch buttons follow from what the chapters carry, at its
+next build. Run it again with another name, with none to keep the name that is there, or with
 ``--none`` to take it out.
 """
 
@@ -43,18 +44,26 @@ def setup_cell(repository: str) -> str:
     return template.replace(UNSTAMPED, f'REPOSITORY = "{repository}"').rstrip("\n")
 
 
+def launch_links(repository: str, chapter: str) -> list[tuple[str, str]]:
+    """Where a chapter's file can be opened, by name and address; none without a repository."""
+    if not repository:
+        return []
+    path = f"{repository}/blob/main/notebooks/{chapter}"
+    return [
+        ("Colab", f"https://colab.research.google.com/github/{path}"),
+        ("Kaggle", f"https://kaggle.com/kernels/welcome?src=https://github.com/{path}"),
+        ("Binder", f"https://mybinder.org/v2/gh/{repository}/main?labpath=notebooks/{chapter}"),
+    ]
+
+
 def links(repository: str) -> str:
     """The README's table of links, or without a repository what to do in its place."""
     if not repository:
         return NOWHERE
     rows = ["| chapter | open it in |", "| --- | --- |"]
     for chapter in CHAPTERS:
-        path = f"{repository}/blob/main/notebooks/{chapter.name}"
-        rows.append(
-            f"| {chapter.stem} | [Colab](https://colab.research.google.com/github/{path}), "
-            f"[Kaggle](https://kaggle.com/kernels/welcome?src=https://github.com/{path}), "
-            f"[Binder](https://mybinder.org/v2/gh/{repository}/main?labpath=notebooks/{chapter.name}) |"
-        )
+        places = ", ".join(f"[{name}]({address})" for name, address in launch_links(repository, chapter.name))
+        rows.append(f"| {chapter.stem} | {places} |")
     return "\n".join(rows) + "\n"
 
 

@@ -55,6 +55,7 @@ def execute(source: Path, target: Path) -> Result:
             problem = f"cell {number + 1}: {error.ename}: {error.evalue}"
         except Exception as error:  # a kernel that died
             problem = f"{type(error).__name__}: {error}"
+    notebook.metadata["peak_memory"] = memory.peak
     nbformat.write(notebook, target)
     return Result(source.stem, time.monotonic() - start, memory.peak, problem, _pictures(notebook))
 
