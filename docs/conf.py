@@ -26,7 +26,7 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["inventories"]
+exclude_patterns = ["inventories", "workshop"]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning stops the build
 nitpick_ignore_regex = [
     # What docstrings say in words about types.
@@ -58,6 +58,8 @@ intersphinx_mapping = {
 
 html_theme = "pydata_sphinx_theme"
 html_title = project
+html_favicon = "_static/favicon.svg"
+html_context = {"default_mode": "auto"}
 html_static_path = ["_static"]
 html_css_files = ["course.css"]
 html_extra_path = ["../downloads"]

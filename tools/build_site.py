@@ -49,7 +49,9 @@ def lay_out(source: Path, executed: Path) -> None:
     shutil.move(source / "docs" / "conf.py", source / "conf.py")
     for folder in ("_static", "_templates", "inventories"):
         shutil.move(source / "docs" / folder, source / folder)
-    shutil.copy(ROOT / "CITATION.cff", source)
+    for included in ("CITATION.cff", "workshop/plan.md"):
+        (source / included).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / included, source / included)
     (source / "notebooks").mkdir()
     for chapter in CHAPTERS:
         copy_chapter(executed / chapter.name, source / "notebooks" / chapter.name)
