@@ -92,6 +92,14 @@ def leave_times_out_of_the_search(app, doctree):
             node["classes"].append("no-search")
 
 
+def stack_wide_tables(app, doctree):
+    """Mark the tables whose cells are sentences, so that a phone shows the cells of a row one below the other."""
+    if app.env.docname in ("docs/troubleshooting", "docs/original-guides", "docs/teach"):
+        for table in doctree.findall(nodes.table):
+            table["classes"].append("stacked")
+
+
 def setup(app):
     app.connect("html-page-context", add_chapter_links)
     app.connect("doctree-read", leave_times_out_of_the_search)
+    app.connect("doctree-read", stack_wide_tables)

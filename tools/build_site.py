@@ -77,10 +77,22 @@ def copy_chapter(executed: Path, target: Path) -> None:
     notebook = nbformat.read(executed, as_version=4)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day; the page on versions adds them up
+        if cell.cell_type == "code":
+            cell.outputs = [without_places(output) for output in cell.outputs]
         if cell.cell_type == "markdown":
             cell.source = relink(cell.source, Path("notebooks") / target.name, target.parents[1])
     notebook.metadata.pop("peak_memory", None)
     nbformat.write(notebook, target)
+
+
+def without_places(output):
+    """An output without what says on which machine, and in which process, it was made."""
+    if "image/png" in output.get("data", {}):
+        return output
+    text = json.dumps(output)
+    for place, name in ((f"{sys.prefix}/", ".venv/"), (f"{ROOT}/", "")):
+        text = text.replace(place, name)
+    return nbformat.from_dict(json.loads(re.sub(r"ipykernel_\d+", "ipykernel", text)))
 
 
 def relink(text: str, page: Path, source: Path, moved_to: Path | None = None) -> str:
