@@ -27,6 +27,8 @@ EXECUTED = ROOT / "build" / "chapters"  # where make run and the tests leave the
 SITE = ROOT / "build" / "site"
 TPU_REPORTS = ROOT / "benchmarks" / "tpu"
 GIB = 2**30
+FOLDED = {"setup", "solution"}
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def find_stale(chapters: list[Path], executed: Path) -> list[Path]:
@@ -78,11 +80,31 @@ def copy_chapter(executed: Path, target: Path) -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day; the page on versions adds them up
         if cell.cell_type == "code":
-            cell.outputs = [without_places(output) for output in cell.outputs]
+            cell.outputs = [without_places(shorten(output)) for output in cell.outputs]
+            if what := FOLDED & set(cell.metadata.get("tags", [])):
+                prompts = {
+                    f"code_prompt_{does}": f"{does.capitalize()} the {what.copy().pop()}" for does in ("show", "hide")
+                }
+                cell.metadata["mystnb"] = cell.metadata.get("mystnb", {}) | prompts
         if cell.cell_type == "markdown":
             cell.source = relink(cell.source, Path("notebooks") / target.name, target.parents[1])
     notebook.metadata.pop("peak_memory", None)
     nbformat.write(notebook, target)
+
+
+def shorten(output):
+    """An error without its way through the libraries, at whose end nobody would find what it says."""
+    if output.output_type != "error":
+        return output
+    lines = [ANSI.sub("", line) for line in output.traceback]
+    own = [line for line, plain in zip(output.traceback, lines, strict=True) if plain.startswith("Cell In[")]
+    left_out = sum(plain.startswith("File ") for plain in lines)
+    output.traceback = [
+        *own[-1:],
+        *([f"    [... {left_out} more, in the libraries]\n"] * bool(left_out)),
+        output.traceback[-1],
+    ]
+    return output
 
 
 def without_places(output):
