@@ -10,7 +10,6 @@ import argparse
 import importlib
 import inspect
 import zlib
-from importlib import metadata
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "inventories"
@@ -61,8 +60,7 @@ def inventory(project: str) -> bytes:
     """The contents of an inventory in Sphinx's format."""
     pages = [(page, names) for key, (page, names) in PROJECTS.items() if key.split(".")[0] == project]
     lines = sorted(entry(name, page) for page, names in pages for name in names.split())
-    version = "3" if project == "python" else metadata.version(project)
-    head = f"# Sphinx inventory version 2\n# Project: {project}\n# Version: {version}\n"
+    head = f"# Sphinx inventory version 2\n# Project: {project}\n# Version: \n"
     head += "# The remainder of this file is compressed using zlib.\n"
     return head.encode() + zlib.compress("".join(lines).encode(), 9)
 

@@ -18,6 +18,7 @@ CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README = ROOT / "README.md"
 PROJECT = ROOT / "pyproject.toml"
 ENVIRONMENT = ROOT / "environment.yml"
+CITATION = ROOT / "CITATION.cff"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 SETUP_CELL = ROOT / "tools" / "setup_cell.py"
 UNSTAMPED = 'REPOSITORY = ""'
@@ -101,10 +102,17 @@ def stamp_environment(text: str, repository: str) -> str:
     return f"{first}\n# It belongs into a clone of {address}, which its last line installs.\n{rest}"
 
 
+def stamp_citation(text: str, repository: str) -> str:
+    """CITATION.cff's text, with the address of the code."""
+    text = re.sub(r"repository-code: .*\n", "", text)
+    return text + f'repository-code: "https://github.com/{repository}"\n' if repository else text
+
+
 def places() -> dict[Path, Callable[[str, str], str]]:
     """Every file that carries the name, with the function that stamps its text."""
     stamps = dict.fromkeys(CHAPTERS, stamp_chapter) | dict.fromkeys(PAGES, stamp_page)
-    return stamps | {README: stamp_readme, PROJECT: stamp_project, ENVIRONMENT: stamp_environment}
+    stamps |= {README: stamp_readme, PROJECT: stamp_project, ENVIRONMENT: stamp_environment}
+    return stamps | {CITATION: stamp_citation}
 
 
 def stamped_repository() -> str:
