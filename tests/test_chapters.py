@@ -39,6 +39,7 @@ def execute(chapter: Path, folder: Path, **environment: str):
     copy = Path(shutil.copy(chapter, folder))
     command = [sys.executable, "-m", "pytest", "--nbmake", "--overwrite", "--nbmake-timeout=600", "-q", str(copy)]
     command += ["-p", "no:cacheprovider", f"--rootdir={folder}", "-c", os.devnull]
+    environment |= {"PYTHONHASHSEED": "0"}  # as `make run` does, so that sets of words have an order
     with KernelMemory() as memory:
         result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]

@@ -108,6 +108,8 @@ def main() -> int:
     if missing:
         parser.error(f"no such notebook: {', '.join(missing)}")
     arguments.to.mkdir(parents=True, exist_ok=True)
+    # Else the order of a set of words, which some outputs and errors show, would be another one each time.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
 
     results = []
     for number, chapter in enumerate(chapters, start=1):
