@@ -65,6 +65,7 @@ html_css_files = ["course.css"]
 html_extra_path = ["../downloads"]
 html_copy_source = False
 html_show_sourcelink = False
+html_sidebars = {"docs/teach": []}  # it has no pages below it
 html_theme_options = {
     "show_nav_level": 2,
     "navbar_align": "left",

@@ -16,6 +16,7 @@ import nbformat
 import pytest
 from bs4 import BeautifulSoup
 
+import helpers
 from tools import build_site, inventories, publish
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,6 +49,11 @@ def test_it_has_its_pages(site):
     missing = [page for page in PAGES if not (site / f"{page}.html").exists()]
     assert missing == []
     assert len(CHAPTERS) >= 7
+
+
+def test_every_public_helper_is_in_the_reference(site):
+    described = {tag["id"] for tag in parse(site / "docs" / "reference.html").find_all("dt", id=True)}
+    assert {f"helpers.{name}" for name in helpers.__all__} <= described, "add it to docs/reference.md"
 
 
 def test_links_lead_somewhere(site, parsed):
