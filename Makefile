@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-matrix lab checkpoints lock outdated audit publish clean
+.PHONY: help run test test-matrix lab docs workshop checkpoints lock outdated audit publish clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,12 @@ test-matrix: .venv/installed  ## execute the chapters on Colab's versions, the n
 
 lab: .venv/installed  ## open the chapters in JupyterLab
 	@$(BIN)/jupyter lab notebooks
+
+docs: .venv/installed  ## build the site from executed chapters, into build/site/html
+	@$(BIN)/python tools/build_site.py
+
+workshop: .venv/installed  ## write the student set and the instructor set, into build/workshop
+	@$(BIN)/python tools/workshop.py
 
 # Training needs PyTorch, which nothing else here does, so it has an environment of its own.
 .venv-train/installed: requirements.lock pyproject.toml

@@ -1,6 +1,9 @@
 """What the tests share. JAX gets its simulated devices here, before any test starts it."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import diffusers
 import jax.numpy as jnp
@@ -9,7 +12,9 @@ import transformers
 from diffusers import FlaxStableDiffusionPipeline
 
 import helpers
+from tools import offline
 
+ROOT = Path(__file__).resolve().parents[1]
 # What the person who runs the tests has set would change what they test.
 for variable in ("TUTORIAL_DEVICES", "TUTORIAL_CHECKPOINT", "JAX_PLATFORMS", "HF_ENDPOINT", "HF_TOKEN"):
     os.environ.pop(variable, None)
@@ -39,3 +44,34 @@ def pipeline(loaded):
 @pytest.fixture(scope="session")
 def params(loaded):
     return loaded[1]
+
+
+@pytest.fixture(scope="session")
+def site():
+    """The site's pages, built from the chapters as an earlier test or `make run` executed them."""
+    subprocess.run([sys.executable, ROOT / "tools" / "build_site.py"], check=True)
+    return ROOT / "build" / "site" / "html"
+
+
+@pytest.fixture(scope="session")
+def without_network():
+    """A function that runs a command without a network; where the system has none to take away, tests are skipped."""
+    if reason := offline.why_not():
+        pytest.skip(reason)
+
+    def run(command, check=True, **options):
+        outer = [sys.executable, ROOT / "tools" / "offline.py", *command]
+        result = subprocess.run(outer, capture_output=True, cwd=ROOT, **options)
+        assert result.returncode == 0 or not check, result.stdout.decode()[-3000:] + result.stderr.decode()[-3000:]
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def executed_offline(without_network, tmp_path_factory):
+    """A folder of chapters that were executed once more, without a network."""
+    folder = tmp_path_factory.mktemp("offline")
+    chapters = [ROOT / "notebooks" / f"{name}.ipynb" for name in ("01_tpu_detection", "04_jit_pipeline")]
+    without_network([sys.executable, "tools/run_chapters.py", *chapters, "--to", folder])
+    return folder

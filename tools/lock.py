@@ -33,8 +33,9 @@ COLAB_IMAGE = {
     "huggingface-hub": "1.27.0",
 }
 EXECUTION = ("ipykernel", "nbclient", "tqdm")  # what tools/run_chapters.py needs beside it
-EXTRAS = ("tpu", "lab", "test")
+EXTRAS = ("tpu", "lab", "docs", "test")
 PYTHON = "3.12"
+PYTHONS = ("3.11", "3.12", "3.13")
 HEADER = "# Written by `make lock` from pyproject.toml. Do not edit.\n"
 
 
@@ -66,12 +67,17 @@ def locked_versions(python: str, system: str = "linux", machine: str = "x86_64")
     }
 
 
+def named_packages() -> list[str]:
+    """The packages that pyproject.toml names to run the chapters and to read them in JupyterLab."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [Requirement(line).name for line in [*project["dependencies"], *project["optional-dependencies"]["lab"]]]
+
+
 def environment_yml() -> str:
     """The text of environment.yml."""
     versions = locked_versions(PYTHON)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = [*project["dependencies"], *project["optional-dependencies"]["lab"]]
-    names = [Requirement(line).name for line in named]
+    names = named_packages()
     has_libtpu = "platform_system == 'Linux' and platform_machine == 'x86_64'"
     pins = [f"jax[tpu]=={versions['jax']}; {has_libtpu}"]
     pins += [f"{name}=={versions[name]}" for name in names]

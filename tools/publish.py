@@ -2,7 +2,8 @@
 
 Writes the repository's name into every place that needs it: the setup cell (``tools/setup_cell.py``) of every chapter,
 the README's links that open the chapters on Colab, Kaggle and Binder, the pages that say how to clone the course,
-environment.yml and pyproject.toml. Run it again with another name, with none to keep the name that is there, or with
+environment.yml, pyproject.toml and CITATION.cff. The site's launch buttons follow from what the chapters carry, at its
+next build. Run it again with another name, with none to keep the name that is there, or with
 ``--none`` to take it out.
 """
 
@@ -17,6 +18,7 @@ CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README = ROOT / "README.md"
 PROJECT = ROOT / "pyproject.toml"
 ENVIRONMENT = ROOT / "environment.yml"
+CITATION = ROOT / "CITATION.cff"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 SETUP_CELL = ROOT / "tools" / "setup_cell.py"
 UNSTAMPED = 'REPOSITORY = ""'
@@ -43,18 +45,26 @@ def setup_cell(repository: str) -> str:
     return template.replace(UNSTAMPED, f'REPOSITORY = "{repository}"').rstrip("\n")
 
 
+def launch_links(repository: str, chapter: str) -> list[tuple[str, str]]:
+    """Where a chapter's file can be opened, by name and address; none without a repository."""
+    if not repository:
+        return []
+    path = f"{repository}/blob/main/notebooks/{chapter}"
+    return [
+        ("Colab", f"https://colab.research.google.com/github/{path}"),
+        ("Kaggle", f"https://kaggle.com/kernels/welcome?src=https://github.com/{path}"),
+        ("Binder", f"https://mybinder.org/v2/gh/{repository}/main?labpath=notebooks/{chapter}"),
+    ]
+
+
 def links(repository: str) -> str:
     """The README's table of links, or without a repository what to do in its place."""
     if not repository:
         return NOWHERE
     rows = ["| chapter | open it in |", "| --- | --- |"]
     for chapter in CHAPTERS:
-        path = f"{repository}/blob/main/notebooks/{chapter.name}"
-        rows.append(
-            f"| {chapter.stem} | [Colab](https://colab.research.google.com/github/{path}), "
-            f"[Kaggle](https://kaggle.com/kernels/welcome?src=https://github.com/{path}), "
-            f"[Binder](https://mybinder.org/v2/gh/{repository}/main?labpath=notebooks/{chapter.name}) |"
-        )
+        places = ", ".join(f"[{name}]({address})" for name, address in launch_links(repository, chapter.name))
+        rows.append(f"| {chapter.stem} | {places} |")
     return "\n".join(rows) + "\n"
 
 
@@ -92,10 +102,17 @@ def stamp_environment(text: str, repository: str) -> str:
     return f"{first}\n# It belongs into a clone of {address}, which its last line installs.\n{rest}"
 
 
+def stamp_citation(text: str, repository: str) -> str:
+    """CITATION.cff's text, with the address of the code."""
+    text = re.sub(r"repository-code: .*\n", "", text)
+    return text + f'repository-code: "https://github.com/{repository}"\n' if repository else text
+
+
 def places() -> dict[Path, Callable[[str, str], str]]:
     """Every file that carries the name, with the function that stamps its text."""
     stamps = dict.fromkeys(CHAPTERS, stamp_chapter) | dict.fromkeys(PAGES, stamp_page)
-    return stamps | {README: stamp_readme, PROJECT: stamp_project, ENVIRONMENT: stamp_environment}
+    stamps |= {README: stamp_readme, PROJECT: stamp_project, ENVIRONMENT: stamp_environment}
+    return stamps | {CITATION: stamp_citation}
 
 
 def stamped_repository() -> str:

@@ -55,6 +55,7 @@ def execute(source: Path, target: Path) -> Result:
             problem = f"cell {number + 1}: {error.ename}: {error.evalue}"
         except Exception as error:  # a kernel that died
             problem = f"{type(error).__name__}: {error}"
+    notebook.metadata["peak_memory"] = memory.peak
     nbformat.write(notebook, target)
     return Result(source.stem, time.monotonic() - start, memory.peak, problem, _pictures(notebook))
 
@@ -107,6 +108,8 @@ def main() -> int:
     if missing:
         parser.error(f"no such notebook: {', '.join(missing)}")
     arguments.to.mkdir(parents=True, exist_ok=True)
+    # Else the order of a set of words, which some outputs and errors show, would be another one each time.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
 
     results = []
     for number, chapter in enumerate(chapters, start=1):

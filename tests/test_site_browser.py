@@ -1,0 +1,253 @@
+"""The site and JupyterLab as people see them: in a browser, Debian's Chromium, which .ci/run installs."""
+
+import functools
+import http.server
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SCREENSHOTS = ROOT / "build" / "screenshots"
+PHONE = {"width": 390, "height": 844}
+# Pages of every sort, for what takes long to look at.
+SAMPLE = ["index", "docs/troubleshooting", "docs/reference", "docs/glossary", "docs/versions", "docs/teach"]
+SAMPLE += ["notebooks/04_jit_pipeline", "notebooks/06_block_until_ready_timing", "checkpoints/shapes-sd/README"]
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="There is no Chromium here: apt-get install chromium")
+
+# The WCAG's contrast of each piece of text with what is behind it; the least of them, and where it is.
+CONTRAST = """() => {
+  const parse = text => text.match(/[\\d.]+/g).map(Number);
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255)
+    .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, k) => sum + v * [0.2126, 0.7152, 0.0722][k], 0);
+  const behind = element => {
+    for (let e = element; e; e = e.parentElement) {
+      const color = parse(getComputedStyle(e).backgroundColor);
+      if (color.length === 3 || color[3] === 1) return color;
+    }
+    return [255, 255, 255];
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.textContent.trim() || !element.checkVisibility({visibilityProperty: true})) continue;
+    if (element.closest("[aria-hidden=true], .headerlink, .visually-hidden, script, style")) continue;
+    const [a, b] = [parse(getComputedStyle(element).color), behind(element)].map(light).sort((x, y) => y - x);
+    const where = `${element.className || element.tagName}: ${element.textContent.slice(0, 40)}`;
+    found.push([(a + 0.05) / (b + 0.05), where, parseFloat(getComputedStyle(element).fontSize)]);
+  }
+  return found.sort((x, y) => x[0] - y[0]);
+}"""
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    handler = functools.partial(_Quiet, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    with sync_playwright() as playwright:
+        # Chromium's sandbox refuses root, which is who runs in a container.
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if root else [])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser, address):
+    """A function that opens a page of the site, in a context of its own."""
+    contexts = []
+
+    def open_page(name, dark=False, **options):
+        contexts.append(browser.new_context(color_scheme="dark" if dark else "light", **options))
+        page = contexts[-1].new_page()
+        page.goto(f"{address}/{name}.html")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+
+
+def test_every_page_loads_without_errors_and_missing_files(site, browser, address):
+    names = sorted(str(page.relative_to(site)) for page in site.rglob("*.html") if "_static" not in page.parts)
+    assert len(names) > 30
+    problems = []
+    page = browser.new_page()
+    page.on("console", lambda message: message.type in ("error", "warning") and problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("requestfailed", lambda request: problems.append(request.url))
+    page.on("response", lambda answer: answer.status >= 400 and problems.append(f"{answer.status} {answer.url}"))
+    page.on("request", lambda request: request.url.startswith((address, "data:")) or problems.append(request.url))
+    for name in names:
+        page.goto(f"{address}/{name}", wait_until="load")
+        pictures = page.eval_on_selector_all("img", "all => all.filter(i => !i.alt || !i.naturalWidth).map(i => i.src)")
+        assert pictures == [], f"without a text in their place, or broken, in {name}"
+        assert problems == [], name
+    page.close()
+
+
+def test_the_search_finds_a_word(open_page):
+    page = open_page("index")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("unreplicate")
+    page.keyboard.press("Enter")
+    results = page.locator("#search-results li a")
+    expect(results.first).to_be_visible()
+    assert any("03_replicate_shard" in link.get_attribute("href") for link in results.all())
+
+
+def test_a_word_that_is_nowhere_is_not_found(open_page):
+    page = open_page("search")
+    page.goto(f"{page.url}?q=xylophone")
+    expect(page.locator("#search-results .search-summary")).to_contain_text("did not match")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", ["phone", "desktop"])
+def test_pages_are_legible(open_page, dark, size):
+    options = {"viewport": PHONE, "is_mobile": True} if size == "phone" else {}
+    for name in SAMPLE:
+        page = open_page(name, dark=dark, **options)
+        assert page.locator("html").get_attribute("data-theme") == ("dark" if dark else "light")
+        page.wait_for_load_state("networkidle")
+        found = page.evaluate(CONTRAST)
+        assert len(found) > 20
+        assert found[0][0] >= 4.5, f"{name}: contrast {found[0]}"
+        assert min(size for _, _, size in found) >= 11, name
+        width, room = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+        assert width <= room, f"{name} is wider than the window"
+        page.screenshot(path=SCREENSHOTS / f"{name.replace('/', '-')}-{size}-{'dark' if dark else 'light'}.png")
+
+
+@pytest.mark.parametrize("name", ["notebooks/04_jit_pipeline", "notebooks/06_block_until_ready_timing"])
+def test_pictures_stand_on_a_light_ground_in_the_dark(open_page, name):
+    """What is transparent in a picture, or drawn in black, shows what is behind it."""
+    page = open_page(name, dark=True)
+    grounds = page.eval_on_selector_all(
+        ".cell_output img", "all => all.map(i => getComputedStyle(i).backgroundColor.match(/[\\d.]+/g).map(Number))"
+    )
+    assert grounds
+    assert all(min(ground[:3]) > 180 and len(ground) == 3 for ground in grounds), grounds
+
+
+def test_the_mode_can_be_chosen(open_page):
+    page = open_page("index")
+    page.get_by_role("button", name="Color mode").first.click()
+    page.get_by_role("button", name="Dark").first.click()
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+    page.goto(page.url.replace("index", "docs/teach"))
+    assert page.locator("html").get_attribute("data-theme") == "dark", "and it stays so"
+
+
+def test_the_keyboard_reaches_the_navigation(open_page):
+    page = open_page("notebooks/03_replicate_shard")
+    page.keyboard.press("Tab")
+    assert "Skip to main content" in page.evaluate("document.activeElement.textContent")
+    reached = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate("document.activeElement.getAttribute('href') || ''"))
+        if reached[-1].endswith("04_jit_pipeline.html"):
+            break
+    assert any(link.endswith("install.html") for link in reached), "the sections, above"
+    assert reached[-1].endswith("04_jit_pipeline.html"), "the chapters, at the side"
+    ring = page.evaluate("(s => [s.outlineStyle, s.boxShadow])(getComputedStyle(document.activeElement))")
+    assert ring != ["none", "none"], "where the keyboard is can be seen"
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_contain_text("4. One call, every device")
+
+
+def test_on_a_phone_the_chapters_are_behind_a_button(open_page):
+    page = open_page("notebooks/03_replicate_shard", viewport=PHONE, is_mobile=True)
+    page.locator(".primary-toggle").click()
+    link = page.locator("dialog[open]").get_by_role("link", name="4. One call, every device")
+    expect(link).to_be_visible()
+    link.click()
+    expect(page.locator("h1")).to_contain_text("4. One call, every device")
+
+
+def test_a_solution_unfolds(open_page):
+    page = open_page("notebooks/04_jit_pipeline")
+    solution = page.locator(".tag_solution").first
+    expect(solution.locator("img")).to_be_hidden()
+    solution.get_by_text("Show the solution").click()
+    expect(solution.locator("img")).to_be_visible()
+
+
+# JupyterLab
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """The address of a JupyterLab, started as `make lab` starts it, on copies of the chapters."""
+    assert "$(BIN)/jupyter lab notebooks" in (ROOT / "Makefile").read_text()
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks", ignore=shutil.ignore_patterns(".*"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jupyter", "lab", "notebooks", "--no-browser", "--allow-root", f"--port={port}"]
+    command += ["--IdentityProvider.token=", "--LabApp.news_url=None", "--LabApp.check_for_updates_class="]
+    command[-1] += "jupyterlab.NeverCheckForUpdate"
+    folders = {f"JUPYTER_{name}_DIR": str(tmp_path / name) for name in ("CONFIG", "RUNTIME")}
+    folders["JUPYTERLAB_WORKSPACES_DIR"] = str(tmp_path / "workspaces")
+    log = tmp_path / "log"
+    with log.open("w") as stream:
+        server = subprocess.Popen(command, cwd=tmp_path, env=os.environ | folders, stdout=stream, stderr=stream)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                urlopen(f"{address}/api", timeout=10).read()
+                break
+            except (URLError, OSError):
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.5)
+        yield address
+    finally:
+        server.terminate()  # it ends its kernels, too
+        server.wait()
+
+
+def test_in_jupyterlab_run_all_draws_the_grid_of_pictures(lab, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.goto(f"{lab}/lab/tree/04_jit_pipeline.ipynb?reset")
+    expect(page.locator(".jp-Notebook")).to_be_visible(timeout=120_000)
+    # Before the kernel is there, the menu would start nothing.
+    expect(page.get_by_text("Python 3 (ipykernel) | Idle")).to_be_visible(timeout=120_000)
+    assert page.locator(".jp-RenderedImage img").count() == 0, "no outputs are committed"
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    grid = page.locator(".jp-RenderedImage img").first
+    expect(grid).to_be_attached(timeout=400_000)
+    grid.scroll_into_view_if_needed()
+    width, height = grid.evaluate("image => image.decode().then(() => [image.naturalWidth, image.naturalHeight])")
+    assert width > 500 and height > 300, "eight pictures, in two rows"
+    page.screenshot(path=SCREENSHOTS / "jupyterlab-chapter-4.png")
+    page.close()
