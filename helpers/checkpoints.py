@@ -8,15 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, errors, hf_hub_download, try_to_load_from_cache
 
 from helpers.tokens import find_token
 
@@ -25,6 +17,7 @@ CHECKPOINT_VARIABLE = "TUTORIAL_CHECKPOINT"
 _FOLDERS = (Path(__file__).with_name("bundled"), Path(__file__).parents[1] / "checkpoints")
 _WEIGHTS = "unet/diffusion_flax_model.msgpack"
 _ALL_WEIGHTS = (_WEIGHTS, "vae/diffusion_flax_model.msgpack", "text_encoder/flax_model.msgpack")
+_INDEX = "model_index.json"
 _SHAPE_PROMPTS = (
     "a large red heart on a white background",
     "a large blue star on a yellow background",
@@ -91,39 +84,41 @@ class _Model:
     hub_id: str
     revision: str
     license: str
-    memory: int  # bytes on each device: parameters and temporaries, by the TPU compiler, and some room
+    memory: int  # bytes on each device: parameters, temporaries and some room; docs/real-models.md says whence
     bundled: str
 
 
 _MODELS = {
     "sd": _Model("CompVis/stable-diffusion-v1-4", "bf16", "CreativeML OpenRAIL-M", 6 * 2**30, "shapes-sd"),
+    "sdxl": _Model("stabilityai/stable-diffusion-xl-base-1.0", "main", "OpenRAIL++-M", 14 * 2**30, "shapes-sdxl"),
 }
 
 
 def pick_checkpoint(model: str = "sd") -> Checkpoint:
     """Choose the weights that fit this machine, and say in one line what was chosen.
 
-    On a TPU or GPU with enough memory these are Stable Diffusion's own, in bfloat16; elsewhere, and where the Hub
+    On a TPU or GPU with enough memory these are Stable Diffusion's own, for bfloat16; elsewhere, and where the Hub
     cannot be reached, the checkpoint that comes with this course. The environment variable ``TUTORIAL_CHECKPOINT``
     decides otherwise: the name of a bundled checkpoint, the path of a folder in diffusers' format with Flax weights,
     or a Hub id, with ``@revision`` if need be.
 
     Parameters
     ----------
-    model : {"sd"}
-        The architecture that the chapter teaches.
+    model : {"sd", "sdxl"}
+        The architecture that the chapter teaches: that of Stable Diffusion 1, or XL.
 
     Returns
     -------
     Checkpoint
-        Nothing is loaded or downloaded yet but two small configuration files.
+        Nothing is loaded or downloaded yet but three small configuration files.
 
     Raises
     ------
     ValueError
         If ``model`` is unknown.
     RuntimeError
-        If the checkpoint named by ``TUTORIAL_CHECKPOINT`` cannot be had; one sentence says why and what to do.
+        If the checkpoint that ``TUTORIAL_CHECKPOINT`` names cannot be had, or has another architecture; one sentence
+        says why and what to do.
 
     Examples
     --------
@@ -189,10 +184,11 @@ def bundled_names() -> list[str]:
 
 def _named(choice: str, model: str) -> Checkpoint:
     """The checkpoint that ``TUTORIAL_CHECKPOINT`` names."""
-    if choice in bundled_names():
-        return bundled_checkpoint(choice)
-    if Path(choice).is_dir():
-        return _from_folder(Path(choice), choice)
+    bundled = choice in bundled_names()
+    if bundled or Path(choice).is_dir():
+        checkpoint = bundled_checkpoint(choice) if bundled else _from_folder(Path(choice), choice)
+        _require_architecture(_read(Path(checkpoint.source, _INDEX)), choice, model)
+        return checkpoint
     hub_id, _, revision = choice.partition("@")
     if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
         raise RuntimeError(
@@ -202,15 +198,30 @@ def _named(choice: str, model: str) -> Checkpoint:
     return _from_hub(hub_id, revision or "main", model)
 
 
+def _require_architecture(index: dict, name: str, model: str) -> None:
+    bundled = _MODELS[model].bundled
+    wanted = _read(Path(bundled_checkpoint(bundled).source, _INDEX))["_class_name"]
+    # On the Hub, where PyTorch's weights lie beside Flax's, the index may name PyTorch's class.
+    if (found := index.get("_class_name")) not in (wanted, wanted.removeprefix("Flax")):
+        raise RuntimeError(
+            f"{name} is made for {found}, and this chapter teaches {wanted}: set {CHECKPOINT_VARIABLE} to "
+            f"{bundled} or another checkpoint for that, or unset it."
+        )
+
+
+def _read(file: str | Path) -> dict:
+    return json.loads(Path(file).read_text())
+
+
 def _from_folder(folder: Path, name: str) -> Checkpoint:
-    needed = (_WEIGHTS, "unet/config.json", "vae/config.json")
+    needed = (_WEIGHTS, _INDEX, "unet/config.json", "vae/config.json")
     missing = [file for file in needed if not (folder / file).exists()]
     if missing:
         raise RuntimeError(
             f"The folder {folder} holds no pipeline with Flax weights, {', '.join(missing)} being absent: choose one "
             "that a Flax pipeline's save_pretrained wrote."
         )
-    configs = {part: json.loads((folder / part / "config.json").read_text()) for part in ("unet", "vae")}
+    configs = {part: _read(folder / part / "config.json") for part in ("unet", "vae")}
     ours = name in bundled_names()
     return Checkpoint(
         name=name,
@@ -226,33 +237,33 @@ def _from_folder(folder: Path, name: str) -> Checkpoint:
 def _from_hub(hub_id: str, revision: str, model: str) -> Checkpoint:
     """Ask the Hub, or its cache, for a checkpoint without downloading its weights."""
     where, token = f"{hub_id} at revision {revision!r}", find_token()
-    cached = all(isinstance(try_to_load_from_cache(hub_id, file, revision=revision), str) for file in _ALL_WEIGHTS)
+    weights = (*_ALL_WEIGHTS, "text_encoder_2/flax_model.msgpack") if model == "sdxl" else _ALL_WEIGHTS
+    cached = all(isinstance(try_to_load_from_cache(hub_id, file, revision=revision), str) for file in weights)
     try:
         size = 0 if cached else _download_bytes(hub_id, revision)
-        configs = {
-            part: json.loads(Path(hf_hub_download(hub_id, f"{part}/config.json", revision=revision)).read_text())
-            for part in ("unet", "vae")
-        }
-    except GatedRepoError:
+        _require_architecture(_read(hf_hub_download(hub_id, _INDEX, revision=revision)), where, model)
+        files = {part: hf_hub_download(hub_id, f"{part}/config.json", revision=revision) for part in ("unet", "vae")}
+    except errors.GatedRepoError:
         raise RuntimeError(
             f"{where} is gated: accept its licence at {constants.ENDPOINT}/{hub_id} and log in with `hf auth login`."
         ) from None
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         raise RuntimeError(f"{hub_id} has no revision {revision!r}: look at its branches on the Hub.") from None
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         raise RuntimeError(
             f"The Hub has no repository {hub_id}, or it is private: check the name, or log in with `hf auth login`."
         ) from None
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         raise RuntimeError(_NO_HUB.format(where)) from None
-    except EntryNotFoundError as error:
+    except errors.EntryNotFoundError as error:
         raise RuntimeError(f"{where} is no pipeline in diffusers' format: {error}") from None
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         asked = f", asked with the token in {token}" if token else ""
         raise RuntimeError(f"The Hub does not give {where}{asked}: {str(error).splitlines()[0]}") from None
     except OSError:  # what requests raises when it gets no answer
         raise RuntimeError(_NO_HUB.format(where)) from None
-    free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
+    cache = Path(constants.HF_HUB_CACHE)
+    free = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
     if size > free:
         raise RuntimeError(
             f"{where} needs {size / 1e9:.1f} GB of disk, but {constants.HF_HUB_CACHE} has {free / 1e9:.1f} GB free: "
@@ -266,7 +277,7 @@ def _from_hub(hub_id: str, revision: str, model: str) -> Checkpoint:
         dtype=jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16,
         license=standard.license if hub_id == standard.hub_id else "see its page on the Hub",
         download_bytes=size,
-        **_settings(configs, prompts=_PHOTO_PROMPTS),
+        **_settings({part: _read(file) for part, file in files.items()}, prompts=_PHOTO_PROMPTS),
     )
 
 
@@ -279,23 +290,14 @@ def _download_bytes(hub_id: str, revision: str) -> int:
     files = api.model_info(hub_id, revision=revision, files_metadata=True, timeout=10).siblings or []
     api.auth_check(hub_id)
     if _WEIGHTS not in {file.rfilename for file in files}:
-        raise EntryNotFoundError(f"it has no Flax weights ({_WEIGHTS}).")
+        raise errors.EntryNotFoundError(f"it has no Flax weights ({_WEIGHTS}).")
     return sum(file.size or 0 for file in files if file.rfilename.endswith(".msgpack"))
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the closest one above it that exists."""
-    return folder if folder.exists() else _existing(folder.parent)
 
 
 def _settings(configs: dict, prompts: tuple[str, ...]) -> dict:
     """What follows from the configuration files: the picture's size, and steps and guidance that suit it."""
     pixels = configs["unet"]["sample_size"] * 2 ** (len(configs["vae"]["block_out_channels"]) - 1)
-    small = pixels < 256
-    return {
-        "height": pixels,
-        "width": pixels,
-        "num_inference_steps": 30 if small else 50,
-        "guidance_scale": 3.0 if small else 7.5,
-        "prompts": prompts,
-    }
+    usual = (25, 5.0) if configs["unet"].get("addition_embed_type") == "text_time" else (50, 7.5)  # XL needs fewer
+    steps, guidance = (30, 3.0) if pixels < 256 else usual
+    size = {"height": pixels, "width": pixels}
+    return {**size, "num_inference_steps": steps, "guidance_scale": guidance, "prompts": prompts}

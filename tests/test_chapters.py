@@ -15,6 +15,8 @@ from tools.memory import BINDER, SERVER, KernelMemory
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+# What a chapter must print at the start of a line, with a number behind it.
+MEASURED = {"07_sdxl_aot": ("cold compile", "warm cache", "loaded executable", "first call", "steady call")}
 TAGS = {"setup", "exercise", "solution", "timing", "raises-exception", "hide-cell", "hide-input"}
 
 
@@ -64,6 +66,9 @@ def test_it_runs(chapter, devices):
         assert shows_picture == bool(alt(cell)), f"picture and alt text do not go together: {cell.source}"
         text = "".join(output.get("text", "") for output in cell.outputs)
         assert len(text.splitlines()) < 30, f"a wall of log lines: {cell.source}"
+    printed = "".join(output.get("text", "") for cell in executed.cells for output in cell.get("outputs", []))
+    for row in MEASURED.get(chapter.stem, ()):
+        assert re.search(rf"^{row} +\d", printed, flags=re.MULTILINE), f"no row {row!r} in the table"
     peak = executed.metadata["peak_memory"]
     assert 0 < peak < BINDER - SERVER, f"{peak / 2**30:.2f} GiB of memory are too many for Binder"
 

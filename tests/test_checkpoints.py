@@ -16,15 +16,26 @@ import helpers
 SHA = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = "unet/diffusion_flax_model.msgpack"
 CONFIGS = {
+    "model_index.json": json.dumps({"_class_name": "FlaxStableDiffusionPipeline"}),
     "unet/config.json": json.dumps({"sample_size": 64}),
     "vae/config.json": json.dumps({"block_out_channels": [128, 256, 512, 512]}),
 }
-SD = "CompVis/stable-diffusion-v1-4"
+SD, SDXL = "CompVis/stable-diffusion-v1-4", "stabilityai/stable-diffusion-xl-base-1.0"
+CONFIGS_OF_SDXL = {
+    # Named after PyTorch's class, whose weights lie in the same repository.
+    "model_index.json": json.dumps({"_class_name": "StableDiffusionXLPipeline"}),
+    "unet/config.json": json.dumps({"sample_size": 128, "addition_embed_type": "text_time"}),
+}
 
 
 SIZES = {WEIGHTS: 1_720_000_000, "text_encoder/flax_model.msgpack": 246_000_000, "unet/big.bin": 10**12}
-SIZES_ELSEWHERE = {"owner/torch-only": {"unet/weights.safetensors": 10**9}, "owner/huge": {WEIGHTS: 10**18}}
-REVISIONS = {SD: {"bf16", "main"}, "owner/gated": {"main"}, "owner/huge": {"main"}, "owner/torch-only": {"main"}}
+SIZES_ELSEWHERE = {
+    "owner/torch-only": {"unet/weights.safetensors": 10**9},
+    "owner/huge": {WEIGHTS: 10**18},
+    SDXL: SIZES | {WEIGHTS: 10_300_000_000, "text_encoder_2/flax_model.msgpack": 2_780_000_000},
+}
+REVISIONS = {SD: {"bf16", "main"}, SDXL: {"main"}, "owner/gated": {"main"}, "owner/huge": {"main"}}
+REVISIONS |= {"owner/torch-only": {"main"}}
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -67,9 +78,10 @@ class FakeHub(BaseHTTPRequestHandler):
             files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
             return self.give(json.dumps({"id": repository, "sha": SHA, "siblings": files}))
         file = "/".join(parts[4:])
-        if file not in CONFIGS:
+        configs = CONFIGS | (CONFIGS_OF_SDXL if repository == SDXL else {})
+        if file not in configs:
             return self.refuse(404, "EntryNotFound")
-        return self.give(CONFIGS[file], X_Repo_Commit=SHA, ETag=f'"{file.replace("/", "-")}"')
+        return self.give(configs[file], X_Repo_Commit=SHA, ETag=f'"{file.replace("/", "-")}"')
 
     do_HEAD = do_GET  # noqa: N815  (a name that http.server looks for)
 
@@ -86,14 +98,14 @@ def hub():
 def pick(tmp_path):
     """Call pick_checkpoint in a new process, on an accelerator with so many GiB or none; what it printed and chose."""
 
-    def pick(endpoint, choice="", memory=None):
+    def pick(endpoint, choice="", memory=None, model="sd"):
         code = "import helpers, jax\n"
         if memory is not None:
             code += (
                 f"jax.default_backend = lambda: 'tpu'\nhelpers.checkpoints._device_memory = lambda: {memory} * 2**30\n"
             )
         code += (
-            "try:\n    c = helpers.pick_checkpoint('sd')\n"
+            f"try:\n    c = helpers.pick_checkpoint({model!r})\n"
             "    print(c.source, c.revision, c.dtype.__name__, sep='|', end='|')\n"
             "    print(c.height, c.width, c.download_bytes, c.license, sep='|')\n"
             "except Exception as error:\n    print(type(error).__name__, error, sep='|')"
@@ -124,6 +136,44 @@ def test_an_accelerator_with_the_memory_gets_stable_diffusion_in_bfloat16(pick, 
     said, chosen = pick(hub, memory=16)
     assert said == f"Using {SD} at revision 'bf16', 2.0 GB to download."
     assert chosen == [SD, "bf16", "bfloat16", "512", "512", "1966000000", "CreativeML OpenRAIL-M"]
+
+
+def test_an_accelerator_with_more_memory_gets_xl(pick, hub):
+    said, chosen = pick(hub, memory=16, model="sdxl")
+    assert said == f"Using {SDXL} at revision 'main', 13.3 GB to download."
+    assert chosen == [SDXL, "main", "bfloat16", "1024", "1024", "13326000000", "OpenRAIL++-M"]
+
+
+def test_without_the_memory_for_xl_its_bundled_relative_is_taken(pick, hub):
+    said, chosen = pick(hub, memory=8, model="sdxl")
+    assert said.startswith(f"{SDXL} takes 14 GiB of memory, and each device has 8.0 GiB: using the bundled checkpoint")
+    assert chosen[0].endswith("shapes-sdxl")
+    assert pick(NO_HUB, model="sdxl")[1][0].endswith("shapes-sdxl")
+
+
+@pytest.mark.parametrize(
+    ("choice", "model", "found"),
+    [
+        ("shapes-sdxl", "sd", "FlaxStableDiffusionXLPipeline"),
+        ("shapes-sd", "sdxl", "FlaxStableDiffusionPipeline"),
+        ("folder", "sdxl", "FlaxStableDiffusionPipeline"),
+        (SDXL, "sd", "StableDiffusionXLPipeline"),
+        (f"{SD}@bf16", "sdxl", "FlaxStableDiffusionPipeline"),
+    ],
+)
+def test_a_checkpoint_for_another_architecture_is_refused_in_one_sentence(pick, hub, checkpoint, choice, model, found):
+    choice = checkpoint.source if choice == "folder" else choice
+    _, (kind, text) = pick(hub, choice=choice, memory=16, model=model)
+    wanted = {"sd": "FlaxStableDiffusionPipeline", "sdxl": "FlaxStableDiffusionXLPipeline"}[model]
+    assert kind == "RuntimeError"
+    assert f"is made for {found}, and this chapter teaches {wanted}" in text
+    assert f"set TUTORIAL_CHECKPOINT to shapes-{model} or" in text
+    assert "\n" not in text
+
+
+def test_a_checkpoint_for_xl_is_taken_where_xl_is_taught(pick, hub):
+    assert pick(NO_HUB, choice="shapes-sdxl", model="sdxl")[1][0].endswith("shapes-sdxl")
+    assert pick(hub, choice=SDXL, model="sdxl")[1][0] == SDXL
 
 
 def test_an_accelerator_without_the_memory_says_so(pick, hub):
@@ -202,18 +252,22 @@ def test_an_answer_of_the_hub_that_is_no_file_is_passed_on(pick, hub):
 
 
 def test_an_unknown_model_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no model 'flux' in this course: choose one of sd"):
+    with pytest.raises(ValueError, match="no model 'flux' in this course: choose one of sd, sdxl"):
         helpers.pick_checkpoint("flux")
 
 
 def test_an_unknown_bundled_checkpoint_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'sd15': choose one of shapes-sd, shapes-sd-bf16"):
+    with pytest.raises(ValueError, match="'sd15': choose one of shapes-sd, shapes-sd-bf16, shapes-sdxl"):
         helpers.bundled_checkpoint("sd15")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("shapes-sd", jnp.float32), ("shapes-sd-bf16", jnp.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("shapes-sd", jnp.float32), ("shapes-sd-bf16", jnp.bfloat16), ("shapes-sdxl", jnp.float32)],
+)
 def test_a_bundled_checkpoint_describes_itself(name, dtype):
     checkpoint = helpers.bundled_checkpoint(name)
+    assert (checkpoint.height, checkpoint.num_inference_steps, checkpoint.guidance_scale) == (64, 30, 3.0)
     assert checkpoint.dtype == dtype
     assert len(checkpoint.prompts) == 8
     assert checkpoint.download_bytes == 0
