@@ -10,24 +10,20 @@ if "helpers.doctor" not in sys.orig_argv:  # `python -m helpers.doctor` reports 
     from helpers.devices import device_report, require_accelerator, simulate_devices
     from helpers.images import image_grid
     from helpers.inputs import create_key, prepare_prompts, split_keys
-    from helpers.shardings import count_collectives, recorded_shardings, split_pairs
     from helpers.timing import Timing, count_compilations, time_calls
 
 __all__ = [
     "Checkpoint",
     "Timing",
     "bundled_checkpoint",
-    "count_collectives",
     "count_compilations",
     "create_key",
     "device_report",
     "image_grid",
     "pick_checkpoint",
     "prepare_prompts",
-    "recorded_shardings",
     "require_accelerator",
     "simulate_devices",
     "split_keys",
-    "split_pairs",
     "time_calls",
 ]
