@@ -73,7 +73,7 @@ def test_the_wheel_carries_the_helpers_and_the_checkpoints(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {"helpers/__init__.py", "helpers/bundled/shapes-sd/unet/diffusion_flax_model.msgpack"} <= names
-    assert "helpers/bundled/shapes-sd-bf16/unet/diffusion_flax_model.msgpack" in names
+    assert {"helpers/bundled/shapes-sd-bf16/unet/diffusion_flax_model.msgpack", "helpers/shardings.json"} <= names
     assert not any(name.startswith(("training", "tests", "tools")) for name in names)
 
     # Away from the clone, the package finds its checkpoints within itself.
