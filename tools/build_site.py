@@ -33,7 +33,7 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 def find_stale(chapters: list[Path], executed: Path) -> list[Path]:
     """The chapters of which the folder has no executed copy that is newer than all that it follows from."""
-    shared = [ROOT / "requirements.lock", *(ROOT / "helpers").glob("*.py")]
+    shared = [ROOT / "requirements.lock", *(ROOT / "helpers").rglob("*.py")]
     return [chapter for chapter in chapters if not _is_fresh(executed / chapter.name, [chapter, *shared])]
 
 
