@@ -173,7 +173,7 @@ def versions_table() -> str:
 
 def times_table(executed: Path) -> str:
     """What the execution of the chapters took, marked so that two builds may differ in it."""
-    rows = ["```{container} tag_timing", "| chapter | Python | seconds | memory |", "| --- | --- | --- | --- |"]
+    rows = ["```{container} timing", "| chapter | Python | seconds | memory |", "| --- | --- | --- | --- |"]
     for chapter in CHAPTERS:
         notebook = nbformat.read(executed / chapter.name, as_version=4)
         seconds = sum(cell_seconds(cell) for cell in notebook.cells)
