@@ -72,6 +72,6 @@ def without_network():
 def executed_offline(without_network, tmp_path_factory):
     """A folder of chapters that were executed once more, without a network."""
     folder = tmp_path_factory.mktemp("offline")
-    chapters = [ROOT / "notebooks" / f"{name}.ipynb" for name in ("01_tpu_detection", "04_jit_pipeline")]
+    chapters = [ROOT / "notebooks" / f"{name}.ipynb" for name in ("02_bf16_loading", "04_jit_pipeline")]
     without_network([sys.executable, "tools/run_chapters.py", *chapters, "--to", folder])
     return folder

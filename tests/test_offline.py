@@ -48,7 +48,7 @@ def test_the_doctor_finds_no_problem_in_a_missing_network(without_network):
 
 
 def test_chapters_run(executed_offline):
-    for name in ("01_tpu_detection", "04_jit_pipeline"):
+    for name in ("02_bf16_loading", "04_jit_pipeline"):
         notebook = json.loads((executed_offline / f"{name}.ipynb").read_text())
         assert all(cell["execution_count"] for cell in notebook["cells"] if cell["cell_type"] == "code")
 

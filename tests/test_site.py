@@ -1,6 +1,7 @@
 """The site: what its pages have, that its links lead somewhere, and that two builds give the same."""
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -231,15 +232,30 @@ def test_links_follow_a_page_that_moves(tmp_path):
 def test_the_report_says_that_there_is_none(monkeypatch, tmp_path):
     monkeypatch.setattr(build_site, "TPU_REPORTS", tmp_path)
     assert "holds none" in build_site.tpu_report()
-    (tmp_path / "sd.json").write_text(
-        '{"program": {"pipeline": "sd", "height": 512, "width": 512, "steps": 50, "dtype": "bfloat16", "chip": "v5e",'
-        '"batch": 1}, "needs": 3221225472, "available": 16911433728, "fits": true, "least_seconds_per_picture": 1.5,'
-        '"date": "2026-11-21", "versions": {"libtpu": "0.0.42.1"}}'
-    )
-    assert (
-        "| sd, 512 × 512, 50 steps, bfloat16, v5e | 1 | 3.00 GiB | 15.75 GiB | yes | 1.500 s |"
-        in build_site.tpu_report()
-    )
+    program = {
+        "pipeline": "sd",
+        "height": 512,
+        "width": 512,
+        "steps": 50,
+        "dtype": "bfloat16",
+        "chip": "v5e",
+        "chips": 8,
+    }
+    hbm = {"parameters": 2 * 2**30, "temporaries": 2**20, "program": 3 * 2**19, "output": 0}
+    report = {
+        "program": program | {"batch": 1, "split_head_dim": False},
+        "hbm": hbm,
+        "fits": True,
+        "least_seconds_per_picture": 1.5,
+        "date": "2026-11-21",
+        "versions": {"libtpu": "0.0.42.1"},
+    }
+    (tmp_path / "sd.json").write_text(json.dumps(report))
+    (tmp_path / "too-large.json").write_text(json.dumps(report | {"fits": False, "hbm": None}))
+    table = build_site.tpu_report()
+    assert "| sd, 512 × 512, 50 steps, bfloat16, 8 v5e, batch 1 | yes | 2,048.0 | 1.0 | 1.5 | 0.0 | 1.5 s |" in table
+    assert "| sd, 512 × 512, 50 steps, bfloat16, 8 v5e, batch 1 | no |  |  |  |  |  |" in table
+    assert "Asked of libtpu 0.0.42.1" in table
 
 
 @pytest.mark.parametrize("project", ["flax", "jax", "numpy", "python"])

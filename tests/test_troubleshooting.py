@@ -62,8 +62,8 @@ def listed() -> list[str]:
     return rows
 
 
-HELPERS = sorted((ROOT / "helpers").glob("*.py"))
-OWN = {text for folder in ("helpers", "tools") for file in (ROOT / folder).glob("*.py") for text in texts(file)}
+HELPERS = sorted((ROOT / "helpers").rglob("*.py"))
+OWN = {text for folder in ("helpers", "tools") for file in (ROOT / folder).rglob("*.py") for text in texts(file)}
 
 
 def others() -> str:

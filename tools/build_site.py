@@ -26,14 +26,14 @@ CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 EXECUTED = ROOT / "build" / "chapters"  # where make run and the tests leave them
 SITE = ROOT / "build" / "site"
 TPU_REPORTS = ROOT / "benchmarks" / "tpu"
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 FOLDED = {"setup", "solution"}
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def find_stale(chapters: list[Path], executed: Path) -> list[Path]:
     """The chapters of which the folder has no executed copy that is newer than all that it follows from."""
-    shared = [ROOT / "requirements.lock", *(ROOT / "helpers").glob("*.py")]
+    shared = [ROOT / "requirements.lock", *(ROOT / "helpers").rglob("*.py")]
     return [chapter for chapter in chapters if not _is_fresh(executed / chapter.name, [chapter, *shared])]
 
 
@@ -173,7 +173,7 @@ def versions_table() -> str:
 
 def times_table(executed: Path) -> str:
     """What the execution of the chapters took, marked so that two builds may differ in it."""
-    rows = ["```{container} tag_timing", "| chapter | Python | seconds | memory |", "| --- | --- | --- | --- |"]
+    rows = ["```{container} timing", "| chapter | Python | seconds | memory |", "| --- | --- | --- | --- |"]
     for chapter in CHAPTERS:
         notebook = nbformat.read(executed / chapter.name, as_version=4)
         seconds = sum(cell_seconds(cell) for cell in notebook.cells)
@@ -195,23 +195,25 @@ def tpu_report() -> str:
     reports = [json.loads(path.read_text()) for path in sorted(TPU_REPORTS.glob("*.json"))]
     if not reports:
         return "No answers have been recorded yet: `benchmarks/tpu` holds none."
-    rows = [
-        "| program | batch | needs | of | fits | a picture takes at least |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    kinds = ("parameters", "temporaries", "program", "output")
+    rows = [f"| program | fits | {' | '.join(kinds)} | a picture takes at least |", "| --- | --- |" + " ---: |" * 5]
     for report in reports:
         program = report["program"]
-        name = f"{program['pipeline']}, {program['height']} × {program['width']}, {program['steps']} steps"
-        name += f", {program['dtype']}, {program['chip']}"
-        needs = f"{report['needs'] / GIB:.2f} GiB" if report["needs"] else "unknown"
-        least = report["least_seconds_per_picture"]
-        rows.append(
-            f"| {name} | {program['batch']} | {needs} | {report['available'] / GIB:.2f} GiB | "
-            f"{'yes' if report['fits'] else 'no'} | {f'{least:.3f} s' if least else ''} |"
-        )
+        name = f"{program['pipeline']}, {program['height']} × {program['width']}, {program['steps']} steps, "
+        name += f"{program['dtype']}, {program['chips']} {program['chip']}, batch {program['batch']}"
+        if program["split_head_dim"] != (program["pipeline"] == "sdxl"):
+            name += ", attention laid out the other way"
+        sizes = [f"{report['hbm'][kind] / MIB:,.1f}" if report["hbm"] else "" for kind in kinds]
+        least = f"{report['least_seconds_per_picture']:.3g} s" if report["fits"] else ""
+        rows.append(f"| {name} | {'yes' if report['fits'] else 'no'} | {' | '.join(sizes)} | {least} |")
     dates = sorted({report["date"] for report in reports})
     compilers = sorted({report["versions"]["libtpu"] for report in reports})
-    rows += ["", f"Asked of libtpu {', '.join(compilers)}, from {dates[0]} to {dates[-1]}."]
+    rows += [
+        "",
+        "Memory is in MiB on each chip; the batch is that of each chip.",
+        "",
+        f"Asked of libtpu {', '.join(compilers)}, from {dates[0]} to {dates[-1]}.",
+    ]
     return "\n".join(rows)
 
 
