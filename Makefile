@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-matrix lab checkpoints lock outdated publish clean
+.PHONY: help run test test-matrix lab checkpoints lock outdated publish tpu-report clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,9 @@ outdated: .venv/installed  ## compare the lock with the newest releases, and say
 
 publish: .venv/installed  ## write where the course lives into chapters and README (REPO=owner/name)
 	@$(BIN)/python tools/publish.py $(REPO)
+
+tpu-report: .venv/installed  ## ask the TPU compiler about the real models (many hours; resumable; ARGS='--minutes 60')
+	@$(BIN)/python benchmarks/record_tpu.py $(ARGS)
 
 clean:  ## remove what these commands made
 	rm -rf .venv .venv-train build
