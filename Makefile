@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-matrix lab checkpoints lock outdated publish tpu-report clean
+.PHONY: help run test test-matrix lab checkpoints lock outdated audit publish tpu-report clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,7 +43,7 @@ lab: .venv/installed  ## open the chapters in JupyterLab
 	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train]'
 	@touch $@
 
-checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about three hours on 2 cores; resumable)
+checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about four and a half hours on 2 cores; resumable)
 	@.venv-train/bin/python -m training
 
 lock: .venv/installed  ## write requirements.lock and environment.yml anew from pyproject.toml
@@ -52,7 +52,10 @@ lock: .venv/installed  ## write requirements.lock and environment.yml anew from 
 outdated: .venv/installed  ## compare the lock with the newest releases, and say what is held back and why
 	@$(BIN)/python tools/outdated.py
 
-publish: .venv/installed  ## write where the course lives into chapters and README (REPO=owner/name)
+audit: .venv/installed  ## look the locked packages up in the lists of known vulnerabilities
+	@$(BIN)/python tools/audit.py
+
+publish: .venv/installed  ## write where the course lives wherever it is named (REPO=owner/name)
 	@$(BIN)/python tools/publish.py $(REPO)
 
 tpu-report: .venv/installed  ## ask the TPU compiler about the real models (many hours; resumable; ARGS='--minutes 60')

@@ -18,6 +18,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from helpers.tokens import find_token
+
 CHECKPOINT_VARIABLE = "TUTORIAL_CHECKPOINT"
 # Installed from a wheel, the checkpoints lie inside the package; in a clone of the repository, beside it.
 _FOLDERS = (Path(__file__).with_name("bundled"), Path(__file__).parents[1] / "checkpoints")
@@ -223,7 +225,7 @@ def _from_folder(folder: Path, name: str) -> Checkpoint:
 
 def _from_hub(hub_id: str, revision: str, model: str) -> Checkpoint:
     """Ask the Hub, or its cache, for a checkpoint without downloading its weights."""
-    where = f"{hub_id} at revision {revision!r}"
+    where, token = f"{hub_id} at revision {revision!r}", find_token()
     cached = all(isinstance(try_to_load_from_cache(hub_id, file, revision=revision), str) for file in _ALL_WEIGHTS)
     try:
         size = 0 if cached else _download_bytes(hub_id, revision)
@@ -246,7 +248,8 @@ def _from_hub(hub_id: str, revision: str, model: str) -> Checkpoint:
     except EntryNotFoundError as error:
         raise RuntimeError(f"{where} is no pipeline in diffusers' format: {error}") from None
     except HfHubHTTPError as error:
-        raise RuntimeError(f"The Hub does not give {where}: {str(error).splitlines()[0]}") from None
+        asked = f", asked with the token in {token}" if token else ""
+        raise RuntimeError(f"The Hub does not give {where}{asked}: {str(error).splitlines()[0]}") from None
     except OSError:  # what requests raises when it gets no answer
         raise RuntimeError(_NO_HUB.format(where)) from None
     free = shutil.disk_usage(_existing(Path(constants.HF_HUB_CACHE))).free
@@ -267,9 +270,7 @@ def _from_hub(hub_id: str, revision: str, model: str) -> Checkpoint:
     )
 
 
-_NO_HUB = (
-    "{} cannot be had, because the Hugging Face Hub cannot be reached (is the internet switched on in this runtime?)"
-)
+_NO_HUB = "{} cannot be had, as the Hugging Face Hub cannot be reached (is the internet switched on in this runtime?)"
 
 
 def _download_bytes(hub_id: str, revision: str) -> int:

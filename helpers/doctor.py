@@ -41,16 +41,18 @@ def check_devices() -> Iterator[str]:
     try:
         from helpers import devices
     except (ImportError, RuntimeError) as error:  # jax raises the latter when jaxlib is of another version
-        yield f"JAX cannot be imported: {error}"
+        jax = [package for package in versions.needed_packages() if package.requirement.name == "jax"]
+        if jax:  # otherwise, what is wrong was said with the packages
+            yield f"JAX cannot be imported ({error}): {versions.pip_command(jax)} --force-reinstall"
         return
     try:
         devices.simulate_devices()  # as every chapter does
         print(devices.device_report())
     except ValueError as error:
-        yield f"{error} Unset {devices.DEVICES_VARIABLE}, or correct it"
+        yield f"{error} Correct it, or: unset {devices.DEVICES_VARIABLE}"
         return
     except RuntimeError as error:
-        yield f"JAX does not start ({error}): unset JAX_PLATFORMS, and stop other processes that use the accelerator"
+        yield f"JAX does not start ({error}). Stop other processes that use the accelerator, and: unset JAX_PLATFORMS"
         return
     try:
         devices.require_accelerator()
@@ -66,23 +68,23 @@ def check_checkpoints() -> Iterator[str]:
     """Read every bundled checkpoint's files; unreadable ones are a problem."""
     try:
         from helpers.checkpoints import bundled_checkpoint, bundled_names
-    except ImportError:
-        return  # reported with the packages
+    except (ImportError, RuntimeError):
+        return  # reported with the packages or with JAX
     names = bundled_names()
     if not names:
-        yield "The bundled checkpoints are missing: install the course again (`pip install --force-reinstall .`)"
+        yield "The bundled checkpoints are missing: install the course again by `pip install --force-reinstall .`"
     for name in names:
         folder = Path(bundled_checkpoint(name).source)
         try:
             size = sum(len(file.read_bytes()) for file in folder.rglob("*.msgpack"))
         except OSError as error:
-            yield f"The bundled checkpoint {name} cannot be read ({error}): install the course again"
+            yield f"The bundled checkpoint {name} cannot be read ({error}): `pip install --force-reinstall .`"
         else:
             print(f"Bundled checkpoint {name}: {size / 1e6:.1f} MB of weights, readable")
 
 
 def check_hub() -> Iterator[str]:
-    """Say whether the Hugging Face Hub answers. Without it the bundled checkpoints still run, so it is no problem."""
+    """Say whether the Hugging Face Hub answers, and where a token for it is. Neither is needed, so no problem here."""
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         with urlopen(f"{address}/api/models?limit=1", timeout=HUB_TIMEOUT):
@@ -92,8 +94,14 @@ def check_hub() -> Iterator[str]:
     except (URLError, OSError, ValueError) as error:
         answer = f"cannot be reached ({getattr(error, 'reason', error)}), so only bundled checkpoints can be loaded"
     print(f"The Hub, {address}: {answer}")
-    if os.environ.get("HF_TOKEN"):
-        print("HF_TOKEN is set.")
+    try:
+        from helpers.tokens import find_token
+    except ImportError:
+        return  # reported with the packages
+    place = find_token()
+    print(f"Token for the Hub: in {place}" if place else "Token for the Hub: none, which public models do not need")
+    if "COLAB_RELEASE_TAG" in os.environ and not place:
+        print("Colab shows its secrets to notebooks only, and not to a command such as this.")
     yield from ()
 
 
@@ -112,7 +120,7 @@ def check_room() -> Iterator[str]:
     free = shutil.disk_usage(place).free
     print(f"Disk: {free / GIB:.1f} GiB free at {place}")
     if free < LEAST_DISK:
-        yield f"Less than 2 GiB of disk is free at {place}: make room, or set HF_HOME to a folder on a larger disk"
+        yield f"Less than 2 GiB of disk is free at {place}: `hf cache delete --disable-tui`, or set HF_HOME elsewhere"
 
 
 def main() -> int:

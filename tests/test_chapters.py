@@ -11,6 +11,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from tools.memory import BINDER, SERVER, KernelMemory
+
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TAGS = {"setup", "exercise", "solution", "timing", "raises-exception", "hide-cell", "hide-input"}
@@ -29,14 +31,20 @@ def each_chapter(function):
 
 
 def execute(chapter: Path, folder: Path, **environment: str):
-    """Run a chapter by nbmake, in a kernel of its own; returns the executed notebook, which stays in the folder."""
+    """Run a chapter by nbmake, in a kernel of its own; returns the executed notebook, which stays in the folder.
+
+    Its metadata say how many bytes of memory the kernel took at the peak.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     copy = Path(shutil.copy(chapter, folder))
     command = [sys.executable, "-m", "pytest", "--nbmake", "--overwrite", "--nbmake-timeout=600", "-q", str(copy)]
     command += ["-p", "no:cacheprovider", f"--rootdir={folder}", "-c", os.devnull]
-    result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    with KernelMemory() as memory:
+        result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
-    return read(copy)
+    executed = read(copy)
+    executed.metadata["peak_memory"] = memory.peak
+    return executed
 
 
 @pytest.mark.parametrize("devices", [8, 1, 3])
@@ -53,6 +61,8 @@ def test_it_runs(chapter, devices):
         assert shows_picture == bool(alt(cell)), f"picture and alt text do not go together: {cell.source}"
         text = "".join(output.get("text", "") for output in cell.outputs)
         assert len(text.splitlines()) < 30, f"a wall of log lines: {cell.source}"
+    peak = executed.metadata["peak_memory"]
+    assert 0 < peak < BINDER - SERVER, f"{peak / 2**30:.2f} GiB of memory are too many for Binder"
 
 
 @pytest.fixture(scope="module")

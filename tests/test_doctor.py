@@ -40,16 +40,32 @@ def test_it_finds_no_problem_here():
         assert said in result.stdout
 
 
-def test_it_never_prints_a_token():
+def test_it_says_where_a_token_is_and_never_prints_it(tmp_path):
     result = run_doctor(HF_TOKEN="hf_secret")
-    assert "HF_TOKEN is set." in result.stdout
-    assert "hf_secret" not in result.stdout + result.stderr
+    assert "Token for the Hub: in the environment variable HF_TOKEN" in result.stdout
+    (tmp_path / "token").write_text("hf_secret\n")
+    from_file = run_doctor(HF_TOKEN_PATH=str(tmp_path / "token"))
+    assert f"Token for the Hub: in the file {tmp_path / 'token'}" in from_file.stdout
+    assert "hf_secret" not in result.stdout + result.stderr + from_file.stdout + from_file.stderr
+
+
+def test_it_says_that_there_is_no_token(tmp_path):
+    nowhere = str(tmp_path / "token")
+    assert "Token for the Hub: none" in run_doctor(HF_TOKEN_PATH=nowhere).stdout
+    assert "to notebooks only" in run_doctor(HF_TOKEN_PATH=nowhere, COLAB_RELEASE_TAG="1").stdout
 
 
 def test_a_wrong_number_of_devices_is_a_problem():
     result = run_doctor(TUTORIAL_DEVICES="none")
     assert result.returncode == 1
     assert "Problem 1: TUTORIAL_DEVICES is 'none'" in result.stdout
+
+
+def test_a_broken_jax_is_one_problem_with_its_remedy(tmp_path):
+    (tmp_path / "jax.py").write_text("raise RuntimeError('jaxlib is version 0.1')")
+    result = run_doctor(PYTHONPATH=str(tmp_path))
+    (problem,) = [line for line in result.stdout.splitlines() if line.startswith("Problem")]
+    assert problem.startswith('Problem 1: JAX cannot be imported (jaxlib is version 0.1): pip install "jax<')
 
 
 @pytest.mark.parametrize(

@@ -10,24 +10,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from diffusers import FlaxDiffusionPipeline
 
-FIXTURE = Path(__file__).parent / "fixtures" / "pytorch_pictures.npz"
+from helpers import bundled_checkpoint
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="module", params=["shapes-sd", "shapes-sdxl"])
+def checkpoint(request):
+    return bundled_checkpoint(request.param)
 
 
 @pytest.fixture(scope="module")
-def fixture():
-    return np.load(FIXTURE)
+def loaded(checkpoint):
+    return FlaxDiffusionPipeline.from_pretrained(
+        checkpoint.source, dtype=jnp.float32, safety_checker=None, feature_extractor=None
+    )
 
 
 @pytest.fixture(scope="module")
-def largest_difference(pipeline, fixture):
+def params(loaded):
+    return loaded[1]
+
+
+@pytest.fixture(scope="module")
+def fixture(checkpoint):
+    return np.load(FIXTURES / f"{checkpoint.name}.npz")
+
+
+@pytest.fixture(scope="module")
+def largest_difference(loaded, fixture, checkpoint):
     """A function from parameters to the largest difference of each picture, in steps of 255."""
+    pipeline, _ = loaded
     generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
     ids = pipeline.prepare_inputs(fixture["prompts"].tolist())
     steps, guidance = int(fixture["num_inference_steps"]), float(fixture["guidance_scale"])
+    size = checkpoint.height, checkpoint.width
 
     def compare(params):
-        images = generate(ids, params, None, steps, 64, 64, guidance, jnp.asarray(fixture["latents"]))
+        images = generate(ids, params, None, steps, *size, guidance, jnp.asarray(fixture["latents"]))
         return 255 * np.abs(np.asarray(images) - fixture["images"].astype(np.float32)).max(axis=(1, 2, 3))
 
     return compare

@@ -42,7 +42,7 @@ def test_it_ends_with_a_table_and_the_path_of_the_page(run):
     assert result.returncode == 0
     lines = result.stdout.strip().splitlines()
     assert lines[-1].startswith("Pictures: ") and lines[-1].endswith("index.html")
-    assert any(line.split() == ["chapter", "seconds", "result"] for line in lines)
+    assert any(line.split() == ["chapter", "seconds", "memory", "result"] for line in lines)
 
 
 def test_a_chapter_that_is_not_there_is_named():

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tomllib
 import venv
+from pathlib import Path
 
 import pytest
 
@@ -61,7 +64,9 @@ def test_on_colab_it_keeps_jax_and_numpy_and_installs_from_the_repository(bare_p
     asked = "asked for stable-diffusion-jax-course @ git+https://github.com/someone/course with "
     assert result.stdout.startswith(asked)
     assert sorted(json.loads(result.stdout.removeprefix(asked).replace("'", '"'))) == ["jax==0.7.2", "numpy==2.1.3"]
-    assert "is the internet switched on" in result.stderr.splitlines()[-1]
+    reason = result.stderr.splitlines()[-1]
+    assert "is the internet switched on" in reason
+    assert "what it keeps of this runtime (jax 0.7.2, numpy 2.1.3)?" in reason
 
 
 def test_a_wheel_is_named_by_its_path(bare_python, tmp_path):
@@ -81,21 +86,47 @@ def test_it_asks_for_a_restart_where_another_version_was_imported(bare_python):
     assert "Now restart the kernel: another transformers had been imported already." in result.stderr
 
 
-def test_every_chapter_and_the_readme_carry_the_same_stamp():
-    repository = publish.stamped_repository()
-    for chapter in publish.CHAPTERS:
-        text = chapter.read_text()
-        assert publish.stamp_chapter(text, repository) == text, "run `make publish`"
-    assert publish.stamp_readme(publish.README.read_text(), repository) == publish.README.read_text()
+@pytest.mark.parametrize("path", publish.places(), ids=lambda path: path.name)
+def test_every_place_carries_the_same_stamp(path):
+    stamp = publish.places()[path]
+    assert stamp(path.read_text(), publish.stamped_repository()) == path.read_text(), "run `make publish`"
 
 
-def test_stamping_can_be_undone():
-    chapter, readme = publish.CHAPTERS[0].read_text(), publish.README.read_text()
-    stamped = publish.stamp_chapter(chapter, "someone/course")
-    assert 'REPOSITORY = \\"someone/course\\"' in stamped
-    assert publish.stamp_chapter(stamped, publish.stamped_repository()) == chapter
-    with_links = publish.stamp_readme(readme, "someone/course")
-    assert with_links.count("colab.research.google.com/github/someone/course/blob/main/notebooks/") == len(
-        publish.CHAPTERS
-    )
-    assert publish.stamp_readme(with_links, publish.stamped_repository()) == readme
+def test_stamping_leaves_no_place_out_and_can_be_undone(tmp_path):
+    before = {path.relative_to(publish.ROOT): path.read_text() for path in publish.places()}
+    unstamped = {
+        path.relative_to(publish.ROOT): stamp(path.read_text(), "") for path, stamp in publish.places().items()
+    }
+    for folder in ("tools", "notebooks", "docs"):
+        shutil.copytree(publish.ROOT / folder, tmp_path / folder)
+    for path, text in before.items():
+        (tmp_path / path).write_text(text)
+
+    def run(*arguments: str) -> dict[Path, str]:
+        subprocess.run([sys.executable, "tools/publish.py", *arguments], cwd=tmp_path, check=True, capture_output=True)
+        return {path: (tmp_path / path).read_text() for path in before}
+
+    first = run("somebody/course")
+    named = {path for path, text in first.items() if "somebody/course" in text}
+    assert set(before) - named <= {path for path in before if path.parts[0] == "docs"}, "a page may have no address"
+    assert {Path("README.md"), Path("environment.yml"), Path("pyproject.toml")} < named
+    assert not any("github.com/owner/name" in text for text in first.values())
+    assert tomllib.loads(first[Path("pyproject.toml")])["project"]["urls"] == {
+        "Repository": "https://github.com/somebody/course"
+    }
+    colab = "colab.research.google.com/github/somebody/course/blob/main/notebooks/"
+    assert first[Path("README.md")].count(colab) == len(publish.CHAPTERS)
+
+    second = run("another/name")
+    assert not any("somebody/course" in text for text in second.values())
+    assert run() == second
+    assert run("--none") == unstamped
+
+
+def test_a_name_that_is_no_repository_changes_nothing(tmp_path):
+    command = [sys.executable, str(publish.ROOT / "tools" / "publish.py"), "https://github.com/somebody/course"]
+    before = [path.read_text() for path in publish.places()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert 'give it as "owner/name"' in result.stderr
+    assert [path.read_text() for path in publish.places()] == before

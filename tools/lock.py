@@ -15,6 +15,9 @@ from pathlib import Path
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.publish import stamp_environment, stamped_repository
+
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements.lock"
 ENVIRONMENT = ROOT / "environment.yml"
@@ -83,7 +86,7 @@ def environment_yml() -> str:
         *(f'      - "{pin}"' for pin in pins),
         "      - -e .",
     ]
-    return HEADER + "\n".join(lines) + "\n"
+    return stamp_environment(HEADER + "\n" + "\n".join(lines) + "\n", stamped_repository())
 
 
 def main() -> None:

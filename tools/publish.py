@@ -1,18 +1,23 @@
 """Say where the course lives: ``make publish REPO=owner/name``.
 
-Writes the setup cell (``tools/setup_cell.py``, with the repository's name in it) into every chapter, and the links that
-open the chapters on Colab, Kaggle and Binder into the README. Run it again with another name, with none to keep the
-name that is there, or with ``--none`` to take it out.
+Writes the repository's name into every place that needs it: the setup cell (``tools/setup_cell.py``) of every chapter,
+the README's links that open the chapters on Colab, Kaggle and Binder, the pages that say how to clone the course,
+environment.yml and pyproject.toml. Run it again with another name, with none to keep the name that is there, or with
+``--none`` to take it out.
 """
 
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 README = ROOT / "README.md"
+PROJECT = ROOT / "pyproject.toml"
+ENVIRONMENT = ROOT / "environment.yml"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 SETUP_CELL = ROOT / "tools" / "setup_cell.py"
 UNSTAMPED = 'REPOSITORY = ""'
 BEGIN, END = "<!-- links to the chapters -->\n", "<!-- end of the links -->\n"
@@ -67,6 +72,32 @@ def stamp_readme(text: str, repository: str) -> str:
     return before + BEGIN + links(repository) + END + after
 
 
+def stamp_page(text: str, repository: str) -> str:
+    """A page's text, with the address in its ``git clone`` commands; ``owner/name`` stands where there is none."""
+    return re.sub(r"(git clone https://github\.com/)\S+", rf"\g<1>{repository or 'owner/name'}", text)
+
+
+def stamp_project(text: str, repository: str) -> str:
+    """pyproject.toml's text, with the address that the package's metadata give."""
+    entry = f'Repository = "https://github.com/{repository}"\n' if repository else ""
+    stamped, places = re.subn(r"(\[project\.urls\]\n#.*\n)(Repository = .*\n)?", rf"\g<1>{entry}", text)
+    assert places == 1
+    return stamped
+
+
+def stamp_environment(text: str, repository: str) -> str:
+    """environment.yml's text, whose second line says which clone its ``-e .`` installs."""
+    first, _, rest = text.split("\n", 2)
+    address = f"https://github.com/{repository}" if repository else "the course"
+    return f"{first}\n# It belongs into a clone of {address}, which its last line installs.\n{rest}"
+
+
+def places() -> dict[Path, Callable[[str, str], str]]:
+    """Every file that carries the name, with the function that stamps its text."""
+    stamps = dict.fromkeys(CHAPTERS, stamp_chapter) | dict.fromkeys(PAGES, stamp_page)
+    return stamps | {README: stamp_readme, PROJECT: stamp_project, ENVIRONMENT: stamp_environment}
+
+
 def stamped_repository() -> str:
     """The repository's name that the first chapter carries; empty if none."""
     return re.search(r'REPOSITORY = \\"(.*?)\\"', CHAPTERS[0].read_text()).group(1)
@@ -80,14 +111,11 @@ def main() -> None:
     repository = "" if arguments.none else arguments.repository
     if repository and not re.fullmatch(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+", repository):
         parser.error(f'{repository!r} is no repository: give it as "owner/name", without https:// and github.com')
-    for chapter in CHAPTERS:
-        chapter.write_text(stamp_chapter(chapter.read_text(), repository))
-    README.write_text(stamp_readme(README.read_text(), repository))
-    print(
-        f"The chapters and the README now say {repository!r}."
-        if repository
-        else "The chapters and the README name none."
-    )
+    stamped = {path: stamp(path.read_text(), repository) for path, stamp in places().items()}
+    for path, text in stamped.items():  # only now, so that a text that cannot be stamped leaves all as they are
+        if path.read_text() != text:  # a new pyproject.toml, even with the same text, makes make install again
+            path.write_text(text)
+    print(f"{len(stamped)} files name {f'the repository {repository}' if repository else 'no repository'}.")
 
 
 if __name__ == "__main__":

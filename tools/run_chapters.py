@@ -18,6 +18,8 @@ from nbclient.exceptions import CellExecutionError
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.memory import KernelMemory
 
 
 @dataclass
@@ -26,6 +28,7 @@ class Result:
 
     name: str
     seconds: float
+    memory: int  # bytes that its kernel took at the peak
     problem: str | None = None
     pictures: list[tuple[str, str]] = field(default_factory=list)  # PNG in base64, and its alt text
 
@@ -36,7 +39,7 @@ def execute(source: Path, target: Path) -> Result:
     cells = sum(cell.cell_type == "code" for cell in notebook.cells)
     start = time.monotonic()
     problem = None
-    with tqdm(total=cells, desc=source.stem, unit="cell", leave=False) as bar:
+    with KernelMemory() as memory, tqdm(total=cells, desc=source.stem, unit="cell", leave=False) as bar:
         client = NotebookClient(
             notebook,
             timeout=None,  # a real model on a real device may compile for minutes
@@ -53,7 +56,7 @@ def execute(source: Path, target: Path) -> Result:
         except Exception as error:  # a kernel that died
             problem = f"{type(error).__name__}: {error}"
     nbformat.write(notebook, target)
-    return Result(source.stem, time.monotonic() - start, problem, _pictures(notebook))
+    return Result(source.stem, time.monotonic() - start, memory.peak, problem, _pictures(notebook))
 
 
 def _failed(cell) -> bool:
@@ -115,10 +118,10 @@ def main() -> int:
             print(f"    failed in {results[-1].problem}", file=sys.stderr, flush=True)
 
     width = max(len(result.name) for result in results)
-    print(f"\n{'chapter':<{width}}  seconds  result")
+    print(f"\n{'chapter':<{width}}  seconds  memory    result")
     for result in results:
         outcome = f"failed in {result.problem}" if result.problem else "ok"
-        print(f"{result.name:<{width}}  {result.seconds:7.1f}  {outcome}")
+        print(f"{result.name:<{width}}  {result.seconds:7.1f}  {result.memory / 2**30:.2f} GiB  {outcome}")
     page = arguments.to / "index.html"
     print(f"\nPictures: {os.path.relpath(page)}")
     return sum(result.problem is not None for result in results)

@@ -29,7 +29,10 @@ except ImportError as error:
         print(*(f"{name}=={present[name]}" for name in kept), sep="\n", file=constraints, flush=True)
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
         if subprocess.run([*pip, f"stable-diffusion-jax-course @ {source}"]).returncode:
-            raise RuntimeError(f"pip says above why it cannot install {source}: is the internet switched on?") from None
+            raise RuntimeError(
+                f"pip says above why it cannot install {source}: is the internet switched on, and does the course "
+                f"support what it keeps of this runtime ({', '.join(sorted(f'{k} {present[k]}' for k in kept))})?"
+            ) from None
     invalidate_caches()
     if loaded := {"helpers", "diffusers", "flax", "huggingface_hub", "tokenizers", "transformers"} & set(sys.modules):
         names = ", ".join(sorted(loaded))

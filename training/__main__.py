@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from transformers import CLIPTokenizer
 
-from training import autoencoder, card, convert, diffusion, scenes, tokenizer
+from training import autoencoder, card, convert, diffusion, scenes, sd, sdxl, tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = ROOT / "checkpoints"
 AUTOENCODER_STEPS = 4_000
 SEED = 0
+# The checkpoints of a recipe: what is appended to its name, and the type in which the parameters are stored.
+PUBLISHED = {"shapes-sd": {"": "float32", "-bf16": "bfloat16"}, "shapes-sdxl": {"": "float32"}}
 
 
 def main() -> None:
@@ -35,29 +37,36 @@ def main() -> None:
     device = torch.device(arguments.device)
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
-    rounds = [
-        replace(r, steps=r.steps // arguments.shorten, cooldown=r.cooldown // arguments.shorten)
-        for r in diffusion.ROUNDS
-    ]
-
     words = tokenizer.write(work / "tokenizer")
     vae, vae_log = autoencoder.train(work, steps=AUTOENCODER_STEPS // arguments.shorten, seed=SEED, device=device)
-    parts, logs = diffusion.train(vae, words, work, rounds=rounds, seed=SEED, device=device)
-    record = {
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device.type}",
-        "torch": torch.__version__,
-        "autoencoder": vae_log,
-        "diffusion": logs,
-    }
-    publish(vae.cpu(), parts.cpu(), words, record, work, arguments.to)
+    parts = None
+    for recipe in (sd.RECIPE, sdxl.RECIPE):  # the second starts from the first
+        rounds = tuple(
+            replace(r, steps=r.steps // arguments.shorten, cooldown=r.cooldown // arguments.shorten)
+            for r in recipe.rounds
+        )
+        parts, logs = diffusion.train(recipe, vae, words, work, rounds=rounds, earlier=parts, seed=SEED, device=device)
+        record = {
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device.type}",
+            "torch": torch.__version__,
+            "autoencoder": vae_log,
+            "diffusion": logs,
+        }
+        publish(recipe, vae.cpu(), parts.cpu(), words, record, work, arguments.to)
 
 
 def publish(
-    vae: torch.nn.Module, parts: torch.nn.ModuleDict, words: CLIPTokenizer, record: dict, work: Path, to: Path
+    recipe: diffusion.Recipe,
+    vae: torch.nn.Module,
+    parts: torch.nn.ModuleDict,
+    words: CLIPTokenizer,
+    record: dict,
+    work: Path,
+    to: Path,
 ) -> None:
     """Convert, score and describe what was trained, and draw the fixture of the parity test."""
-    pytorch_folder = work / "pytorch"
-    convert.save_pytorch(vae, parts["text_encoder"], parts["unet"], words, pytorch_folder)
+    pytorch_folder = work / f"pytorch-{recipe.name}"
+    convert.save_pytorch(vae, parts, words, pytorch_folder)
     rng = np.random.default_rng(SEED)
     choices = sorted(scenes.held_out())
     unseen = np.stack([scenes.render(scenes.random_scene(rng, *choices[k % len(choices)])) for k in range(512)])
@@ -67,18 +76,20 @@ def publish(
     record["psnr"] = autoencoder.reconstruction_psnr(vae, unseen).tolist()
 
     reports = {}
-    for name, dtype in (("shapes-sd", "float32"), ("shapes-sd-bf16", "bfloat16")):
+    for suffix, dtype in PUBLISHED[recipe.name].items():
+        name = recipe.name + suffix
         shutil.rmtree(to / name, ignore_errors=True)
-        convert.to_flax(pytorch_folder, to / name, jnp.dtype(dtype))
+        convert.to_flax(vae, parts, words, to / name, jnp.dtype(dtype))
         command = [sys.executable, "-m", "training.evaluate", str(to / name), "--dtype", dtype]
         command += ["--judge", "2000", "--variety", "--nearest"] if dtype == "float32" else []
+        command += ["--negative", "1000"] if recipe is sdxl.RECIPE else []
         command += ["--draw", str(to / name)]
         reports[name] = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
-    (work / "record.json").write_text(json.dumps({"record": record, "reports": reports}))
+    (work / f"record-{recipe.name}.json").write_text(json.dumps({"record": record, "reports": reports}))
     card.write(to, record, reports)
 
     # The fixture belongs to the weights in the repository, so a trial that writes elsewhere leaves it alone.
-    fixture = (ROOT / "tests" / "fixtures" if to == CHECKPOINTS else to) / "pytorch_pictures.npz"
+    fixture = (ROOT / "tests" / "fixtures" if to == CHECKPOINTS else to) / f"{recipe.name}.npz"
     subprocess.run(
         [sys.executable, "-m", "training.pytorch_pictures", str(pytorch_folder), str(fixture)], cwd=ROOT, check=True
     )

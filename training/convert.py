@@ -8,62 +8,64 @@ import jax.numpy as jnp
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    EulerDiscreteScheduler,
     FlaxAutoencoderKL,
     FlaxDDIMScheduler,
+    FlaxEulerDiscreteScheduler,
     FlaxStableDiffusionPipeline,
+    FlaxStableDiffusionXLPipeline,
     FlaxUNet2DConditionModel,
     StableDiffusionPipeline,
-    UNet2DConditionModel,
+    StableDiffusionXLPipeline,
 )
 from diffusers.models.modeling_flax_pytorch_utils import convert_pytorch_state_dict_to_flax as convert_diffusers
-from transformers import CLIPTextModel, CLIPTokenizer, FlaxCLIPTextModel
+from torch import nn
+from transformers import CLIPTokenizer, FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
 from transformers.modeling_flax_pytorch_utils import convert_pytorch_state_dict_to_flax as convert_transformers
 
-from training import autoencoder, diffusion
+from training import autoencoder, sd, sdxl
+
+NO_CHECKER = {"safety_checker": None, "feature_extractor": None}
+TEXT_ENCODERS = {"text_encoder": FlaxCLIPTextModel, "text_encoder_2": FlaxCLIPTextModelWithProjection}
 
 
-def save_pytorch(
-    vae: AutoencoderKL, text_encoder: CLIPTextModel, unet: UNet2DConditionModel, tokenizer: CLIPTokenizer, folder: Path
-) -> None:
-    """Write a ``StableDiffusionPipeline`` with float32 weights in safetensors."""
-    StableDiffusionPipeline(
-        vae=vae.float(),
-        text_encoder=text_encoder.float(),
-        tokenizer=tokenizer,
-        unet=unet.float(),
-        scheduler=DDIMScheduler(**diffusion.SCHEDULER_CONFIG),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    ).save_pretrained(folder)
+def save_pytorch(vae: AutoencoderKL, parts: nn.ModuleDict, tokenizer: CLIPTokenizer, folder: Path) -> None:
+    """Write PyTorch's pipeline for these parts, with float32 weights in safetensors."""
+    modules = {"vae": vae.float(), "tokenizer": tokenizer, **parts.float()}
+    if "text_encoder_2" in parts:
+        scheduler = EulerDiscreteScheduler(**sdxl.SCHEDULER_CONFIG, steps_offset=1)
+        pipeline = StableDiffusionXLPipeline(
+            **modules, tokenizer_2=tokenizer, scheduler=scheduler, add_watermarker=False
+        )
+    else:
+        scheduler = DDIMScheduler(**sd.SCHEDULER_CONFIG)
+        pipeline = StableDiffusionPipeline(**modules, scheduler=scheduler, requires_safety_checker=False, **NO_CHECKER)
+    pipeline.save_pretrained(folder)
 
 
-def to_flax(pytorch_folder: Path, folder: Path, dtype: jnp.dtype) -> None:
-    """Write a ``FlaxStableDiffusionPipeline`` whose parameters are stored in ``dtype``."""
-    source = StableDiffusionPipeline.from_pretrained(pytorch_folder, safety_checker=None)
-    text_encoder = FlaxCLIPTextModel(source.text_encoder.config, _do_init=False)
-    unet = FlaxUNet2DConditionModel(**diffusion.UNET_CONFIG)
-    vae = FlaxAutoencoderKL(**autoencoder.CONFIG)
-    pipeline = FlaxStableDiffusionPipeline(
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=source.tokenizer,
-        unet=unet,
-        scheduler=FlaxDDIMScheduler(**diffusion.SCHEDULER_CONFIG),
-        safety_checker=None,
-        feature_extractor=None,
-    )
-    text_params = convert_transformers(
-        source.text_encoder.state_dict(),
-        FlaxCLIPTextModel(source.text_encoder.config),
-    )
-    params = {
-        "text_encoder": text_params,
-        "unet": convert_diffusers(source.unet.state_dict(), unet),
-        "vae": convert_diffusers(source.vae.state_dict(), vae),
+def to_flax(vae: AutoencoderKL, parts: nn.ModuleDict, tokenizer: CLIPTokenizer, folder: Path, dtype: jnp.dtype) -> None:
+    """Write the Flax pipeline for these parts, its parameters stored in ``dtype``."""
+    xl = "text_encoder_2" in parts
+    modules = {
+        "vae": FlaxAutoencoderKL(**autoencoder.CONFIG),
+        "unet": FlaxUNet2DConditionModel(**(sdxl if xl else sd).UNET_CONFIG),
     }
-    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
-    pipeline.save_pretrained(folder, params=params)
+    params = {
+        "vae": convert_diffusers(vae.state_dict(), modules["vae"]),
+        "unet": convert_diffusers(parts["unet"].state_dict(), modules["unet"]),
+    }
+    for name in parts.keys() - {"unet"}:
+        modules[name] = TEXT_ENCODERS[name](parts[name].config)
+        params[name] = convert_transformers(parts[name].state_dict(), modules[name])
+    if xl:
+        scheduler = FlaxEulerDiscreteScheduler(**sdxl.SCHEDULER_CONFIG)
+        pipeline = FlaxStableDiffusionXLPipeline(
+            **modules, tokenizer=tokenizer, tokenizer_2=tokenizer, scheduler=scheduler
+        )
+    else:
+        scheduler = FlaxDDIMScheduler(**sd.SCHEDULER_CONFIG)
+        pipeline = FlaxStableDiffusionPipeline(**modules, tokenizer=tokenizer, scheduler=scheduler, **NO_CHECKER)
+    pipeline.save_pretrained(folder, params=jax.tree.map(lambda x: jnp.asarray(x, dtype), params))
     _tidy(folder)
 
 

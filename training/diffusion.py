@@ -1,30 +1,37 @@
-"""The text encoder and the UNet of ``shapes-sd``, trained together on the autoencoder's latents."""
+"""How the bundled diffusion models are trained: on the autoencoder's latents, the text encoders together with the UNet.
 
+What differs between them is a ``Recipe``: ``training/sd.py`` and ``training/sdxl.py`` have one each.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers import AutoencoderKL, DDIMScheduler
 from diffusers.models.attention_processor import AttnProcessor
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+from tqdm import tqdm
+from transformers import CLIPTokenizer
 
 from training import scenes
-from training.autoencoder import PIXELS, to_signed
+from training.autoencoder import to_signed
 from training.loop import fit
 
 # How pictures are drawn from the result, wherever it is scored or compared; the chapters draw them so, too.
 STEPS = 30
 GUIDANCE_SCALE = 3.0
-POOL = 100_000
 POOL_SEED = 1
 BATCH = 128
 EMPTY_CAPTIONS = 0.1  # what the pipeline's unconditional half sees
 FULL_CAPTIONS = 0.5
 DROPPED_ATTRIBUTES = 0.35  # of each attribute in the remaining captions
-TEXT_WIDTH = 64
+MIDDLE = (100, 600)  # the timesteps, of 1000, in which a picture gets its shape
+# Stable Diffusion's own betas end at a signal-to-noise ratio that leaks the mean colour; these come nearer to noise.
+# At so much noise, predicting the velocity keeps the picture in the loss, which predicting the noise does not.
+NOISE = {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02, "prediction_type": "v_prediction"}
 
 
 @dataclass(frozen=True)
@@ -36,45 +43,31 @@ class Round:
     emphasis: bool  # whether every other timestep is drawn from MIDDLE
 
 
-ROUNDS = (Round(steps=6_000, cooldown=2_000, emphasis=False), Round(steps=4_200, cooldown=4_100, emphasis=True))
-MIDDLE = (100, 600)  # the timesteps, of 1000, in which a picture gets its shape
-UNET_CONFIG = {
-    "sample_size": PIXELS // 8,
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": (96, 96),
-    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-    "layers_per_block": 1,
-    "attention_head_dim": 4,  # diffusers reads this as the number of heads
-    "cross_attention_dim": TEXT_WIDTH,
-}
-# Stable Diffusion's own betas end at a signal-to-noise ratio that leaks the mean colour; these come nearer to noise.
-# At so much noise, predicting the velocity keeps the picture in the loss, which predicting the noise does not.
-SCHEDULER_CONFIG = {
-    "beta_schedule": "linear",
-    "beta_start": 1e-4,
-    "beta_end": 0.02,
-    "clip_sample": False,
-    "steps_offset": 1,
-    "prediction_type": "v_prediction",
-}
+@dataclass(frozen=True)
+class Recipe:
+    """What one model has of its own.
 
+    Attributes
+    ----------
+    name : str
+        The checkpoint's.
+    pixels : int
+        The pictures' width and height; the latents have an eighth of it.
+    pool : int
+        The number of scenes to train on.
+    build : callable
+        From the tokenizer to the parts: a ``unet``, and whatever ``condition`` needs.
+    condition : callable
+        From the parts, token ids of shape (batch, 77), the captions and a generator to the keyword arguments that the
+        UNet takes besides latents and timesteps.
+    """
 
-def build_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=TEXT_WIDTH,
-            intermediate_size=4 * TEXT_WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=tokenizer.model_max_length,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    name: str
+    pixels: int
+    pool: int
+    rounds: tuple[Round, ...]
+    build: Callable[[CLIPTokenizer], nn.ModuleDict]
+    condition: Callable[[nn.ModuleDict, torch.Tensor, list[str], torch.Generator], dict]
 
 
 def random_attributes(scene: scenes.Scene, generator: torch.Generator) -> dict[str, str | None]:
@@ -89,31 +82,48 @@ def random_attributes(scene: scenes.Scene, generator: torch.Generator) -> dict[s
 
 
 @torch.no_grad()
-def encode_pool(autoencoder: AutoencoderKL, pool: list[scenes.Scene], device: torch.device) -> torch.Tensor:
+def encode_pool(
+    autoencoder: AutoencoderKL, pool: list[scenes.Scene], pixels: int, folder: Path, device: torch.device
+) -> torch.Tensor:
+    """The latents of the pool, kept in the folder, because rendering them takes minutes."""
+    file = folder / f"latents-{pixels}.pt"
+    if file.exists():
+        return torch.load(file, map_location=device, weights_only=True).float()
     latents = []
-    for start in range(0, len(pool), 500):
-        pictures = np.stack([scenes.render(scene, PIXELS) for scene in pool[start : start + 500]])
+    for start in tqdm(range(0, len(pool), 500), desc="latents", unit_scale=500):
+        pictures = np.stack([scenes.render(scene, pixels) for scene in pool[start : start + 500]])
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            latents.append(autoencoder.encode(to_signed(pictures).to(device)).latent_dist.mean.float())
-    return torch.cat(latents)
+            latents.append(autoencoder.encode(to_signed(pictures).to(device)).latent_dist.mean.half())
+    torch.save(torch.cat(latents), file)
+    return torch.cat(latents).float()
+
+
+def start_from(parts: nn.ModuleDict, earlier: nn.ModuleDict) -> None:
+    """Take over each tensor of an earlier model that has the same name and shape here."""
+    known, own = earlier.state_dict(), parts.state_dict()
+    parts.load_state_dict(own | {k: v for k, v in known.items() if k in own and v.shape == own[k].shape})
 
 
 def train(
+    recipe: Recipe,
     autoencoder: AutoencoderKL,
     tokenizer: CLIPTokenizer,
     folder: Path,
     *,
-    rounds: tuple[Round, ...] = ROUNDS,
+    rounds: tuple[Round, ...] | None = None,
+    earlier: nn.ModuleDict | None = None,
     seed: int,
     device: torch.device,
 ) -> tuple[nn.ModuleDict, list[dict]]:
-    """Train the text encoder and the UNet; returns them by these names (``text_encoder``), and a log of each round."""
+    """Train the recipe's parts, from an earlier model's where they agree; returns them with a log of each round."""
     torch.manual_seed(seed)
-    pool = scenes.training_scenes(POOL, POOL_SEED)
-    latents = encode_pool(autoencoder.to(device), pool, device)
-    parts = nn.ModuleDict({"text_encoder": build_text_encoder(tokenizer), "unet": UNet2DConditionModel(**UNET_CONFIG)})
+    pool = scenes.training_scenes(recipe.pool, POOL_SEED)
+    latents = encode_pool(autoencoder.to(device), pool, recipe.pixels, folder, device)
+    parts = recipe.build(tokenizer)
+    if earlier is not None:
+        start_from(parts, earlier)
     parts["unet"].set_attn_processor(AttnProcessor())  # faster than the fused one on a CPU, for maps this small
-    scheduler = DDIMScheduler(**SCHEDULER_CONFIG)
+    noise_schedule = DDIMScheduler(**NOISE)
 
     @cache  # there are a few thousand captions, and the tokenizer is slow Python
     def token_ids(text: str) -> list[int]:
@@ -131,16 +141,16 @@ def train(
             timesteps[1::2] = low + timesteps[1::2] * (high - low) / 1000
         timesteps = timesteps.long().to(device)
         clean = latents[index.to(device)]
-        context = model["text_encoder"](ids)[0]
-        velocity = model["unet"](scheduler.add_noise(clean, noise, timesteps), timesteps, context).sample
-        return (velocity.float() - scheduler.get_velocity(clean, noise, timesteps)).square().mean()
+        noisy = noise_schedule.add_noise(clean, noise, timesteps)
+        velocity = model["unet"](noisy, timesteps, **recipe.condition(model, ids, captions, generator)).sample
+        return (velocity.float() - noise_schedule.get_velocity(clean, noise, timesteps)).square().mean()
 
     logs = []
-    for number, training_round in enumerate(rounds, 1):
+    for number, training_round in enumerate(rounds or recipe.rounds, 1):
         parts, log = fit(
             parts,
             partial(loss_of, emphasis=training_round.emphasis),
-            name=f"diffusion-{number}",
+            name=f"{recipe.name}-{number}",
             folder=folder,
             steps=training_round.steps,
             peak_lr=1e-3,

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from diffusers import FlaxStableDiffusionPipeline
+from diffusers import FlaxDiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
 from helpers import image_grid
-from training import diffusion, fidelity, scenes, spoiled
+from training import diffusion, fidelity, scenes, sd, sdxl, spoiled
 
 BATCH = 25
 SEED = 2026  # of the captions; the pictures have their own keys
@@ -28,22 +28,28 @@ SEED = 2026  # of the captions; the pictures have their own keys
 
 def load_generator(
     folder: Path, dtype: jnp.dtype, steps: int = diffusion.STEPS, guidance: float = diffusion.GUIDANCE_SCALE
-) -> Callable[[list[str], np.ndarray], np.ndarray]:
-    """A function from captions and key numbers to pictures: float32 of shape (n, 64, 64, 3), from 0 to 1."""
-    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
+) -> Callable[..., np.ndarray]:
+    """A function from captions and key numbers to pictures: float32 of shape (n, pixels, pixels, 3), from 0 to 1.
+
+    Parameters are cast to ``dtype``, too, all but the scheduler's.
+    """
+    pipeline, params = FlaxDiffusionPipeline.from_pretrained(
         folder, dtype=dtype, safety_checker=None, feature_extractor=None
     )
+    scheduler = params.pop("scheduler")
+    params = jax.tree.map(lambda x: x.astype(dtype), params) | {"scheduler": scheduler}
     side = pipeline.unet.config.sample_size
     pixels = side * pipeline.vae_scale_factor
     generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
     draw = jax.jit(jax.vmap(lambda key: jax.random.normal(jax.random.key(key), (4, side, side))))
 
-    def pictures(captions: list[str], keys: np.ndarray) -> np.ndarray:
+    def pictures(captions: list[str], keys: np.ndarray, negative: str | None = None) -> np.ndarray:
         drawn = []
         for start in tqdm(range(0, len(captions), BATCH), desc="pictures", unit_scale=BATCH, leave=False):
             ids = pipeline.prepare_inputs(captions[start : start + BATCH])
             latents = draw(jnp.asarray(keys[start : start + BATCH]))
-            images = generate(ids, params, None, steps, pixels, pixels, guidance, latents)
+            unwanted = None if negative is None else pipeline.prepare_inputs([negative] * len(ids))
+            images = generate(ids, params, None, steps, pixels, pixels, guidance, latents, unwanted)
             drawn.append(np.float32(images))
         return np.concatenate(drawn)
 
@@ -98,7 +104,7 @@ def score(generate: Callable, asked: list[dict[str, str | None]]) -> dict:
     }
 
 
-def judge_scores(count: int) -> dict:
+def judge_scores(count: int, pixels: int) -> dict:
     """How often the judge reads a rendered scene right, and refuses each kind of picture that is none."""
     rng = np.random.default_rng(SEED)
     choices = scenes.combinations()
@@ -106,13 +112,13 @@ def judge_scores(count: int) -> dict:
     right = (
         all(
             fidelity.right_attributes(
-                {a: getattr(scene, a) for a in scenes.ATTRIBUTES}, fidelity.read(scenes.render(scene))
+                {a: getattr(scene, a) for a in scenes.ATTRIBUTES}, fidelity.read(scenes.render(scene, pixels))
             ).values()
         )
         for scene in rendered
     )
     refused = {
-        kind: fidelity.share(isinstance(fidelity.read(make(rng, 64)), fidelity.Refusal) for _ in range(count // 4))
+        kind: fidelity.share(isinstance(fidelity.read(make(rng, pixels)), fidelity.Refusal) for _ in range(count // 4))
         for kind, make in spoiled.KINDS.items()
     }
     return {"rendered scenes": count, "read right": fidelity.share(right), "refused": refused}
@@ -154,7 +160,7 @@ def variety(generate: Callable) -> dict:
     return {"spread_against_renderer": {k: [round(r, 2) for r in v] for k, v in ratios.items()}, "open": open_values}
 
 
-def nearest(generate: Callable, folder: Path | None) -> dict:
+def nearest(generate: Callable, recipe: diffusion.Recipe, folder: Path | None) -> dict:
     """How far pictures are from the training scenes: a copy would be nearer than any fresh scene is.
 
     The distance is the root of the mean squared difference of pixels from 0 to 1; the training scenes are those with
@@ -164,14 +170,15 @@ def nearest(generate: Callable, folder: Path | None) -> dict:
     asked = [named for named in training_captions(400) if all(named.values())][:64]
     drawn = generate([scenes.caption(**named) for named in asked], np.arange(len(asked)))
     pool = defaultdict(list)
-    for scene in scenes.training_scenes(diffusion.POOL, diffusion.POOL_SEED):
+    for scene in scenes.training_scenes(recipe.pool, diffusion.POOL_SEED):
         pool[scene.color, scene.shape, scene.background].append(scene)
     rng = np.random.default_rng(SEED)
     distances, fresh_distances, found = [], [], []
     for named, image in zip(asked, tqdm(drawn, desc="nearest", leave=False), strict=True):
         named_three = named["color"], named["shape"], named["background"]
-        known = np.stack([scenes.render(scene) for scene in pool[named_three]]) / np.float32(255)
-        fresh = scenes.render(scenes.random_scene(rng, *named_three, named["size"])) / np.float32(255)
+        known = np.stack([scenes.render(scene, recipe.pixels) for scene in pool[named_three]]) / np.float32(255)
+        fresh_scene = scenes.random_scene(rng, *named_three, named["size"])
+        fresh = scenes.render(fresh_scene, recipe.pixels) / np.float32(255)
         apart, fresh_apart = (np.sqrt(np.square(known - p).mean(axis=(1, 2, 3))) for p in (image, fresh))
         distances.append(float(apart.min()))
         fresh_distances.append(float(fresh_apart.min()))
@@ -180,11 +187,24 @@ def nearest(generate: Callable, folder: Path | None) -> dict:
         save(image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8), folder / "nearest.png")
     return {
         "pictures": len(asked),
-        "training scenes": diffusion.POOL,
+        "training scenes": recipe.pool,
         "distance": float(np.median(distances)),
         "distance of fresh scenes": float(np.median(fresh_distances)),
         "least distance": min(distances),
     }
+
+
+def negative_prompt(generate: Callable, count: int) -> dict:
+    """The share of red hearts among hearts of any colour, without and with the negative prompt ``red``."""
+    prompt, unwanted = "a heart on a white background", "red"
+    shares = {}
+    for kind, negative in (("without", None), ("with it", unwanted)):
+        images = generate([prompt] * count, np.arange(count), negative)
+        seen = [fidelity.read(image) for image in images]
+        shares[kind] = fidelity.share(
+            isinstance(scene, scenes.Scene) and (scene.color, scene.shape) == (unwanted, "heart") for scene in seen
+        )
+    return {"pictures": count, "prompt": prompt, "unwanted": unwanted, **shares}
 
 
 def save(picture: Image.Image, file: Path) -> None:
@@ -202,8 +222,10 @@ def main() -> None:
     parser.add_argument("--judge", type=int, metavar="N", help="test the judge itself on N rendered scenes as well")
     parser.add_argument("--variety", action="store_true", help="measure how much the pictures of one caption differ")
     parser.add_argument("--nearest", action="store_true", help="measure the distance from the training scenes")
+    parser.add_argument("--negative", type=int, metavar="N", help="measure a negative prompt on N pictures")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="for samples.png and, with --nearest, nearest.png")
     arguments = parser.parse_args()
+    recipe = sdxl.RECIPE if (arguments.folder / "text_encoder_2").exists() else sd.RECIPE
     generate = load_generator(arguments.folder, jnp.dtype(arguments.dtype), arguments.steps, arguments.guidance)
     report = {
         "checkpoint": arguments.folder.name,
@@ -212,11 +234,13 @@ def main() -> None:
         "held-out combinations": score(generate, held_out_captions(arguments.pictures)),
     }
     if arguments.judge:
-        report["judge"] = judge_scores(arguments.judge)
+        report["judge"] = judge_scores(arguments.judge, recipe.pixels)
     if arguments.variety:
         report["variety"] = variety(generate)
     if arguments.nearest:
-        report["nearest"] = nearest(generate, arguments.draw)
+        report["nearest"] = nearest(generate, recipe, arguments.draw)
+    if arguments.negative:
+        report["negative prompt"] = negative_prompt(generate, arguments.negative)
     if arguments.draw:
         named = held_out_captions(16)
         captions = [scenes.caption(**attributes) for attributes in named]

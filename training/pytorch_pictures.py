@@ -12,7 +12,7 @@ import numpy as np
 
 os.environ["USE_FLAX"] = "0"  # or diffusers and transformers would import JAX because it is installed
 import torch
-from diffusers import StableDiffusionPipeline
+from diffusers import DiffusionPipeline
 
 from training import diffusion
 
@@ -30,10 +30,10 @@ PROMPTS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="a StableDiffusionPipeline in PyTorch's format")
+    parser.add_argument("folder", type=Path, help="a pipeline in PyTorch's format")
     parser.add_argument("file", type=Path, help="the .npz file to write")
     arguments = parser.parse_args()
-    pipeline = StableDiffusionPipeline.from_pretrained(arguments.folder, safety_checker=None)
+    pipeline = DiffusionPipeline.from_pretrained(arguments.folder)
     latents = np.random.default_rng(0).standard_normal((len(PROMPTS), 4, 8, 8), dtype=np.float32)
     images = pipeline(
         PROMPTS,

@@ -1,0 +1,204 @@
+"""What is installed and loaded: with hashes, in formats that hold no code, with no unexplained vulnerability."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+from pathlib import Path
+
+import nbformat
+import pytest
+import yaml
+
+from tools import audit, lock, test_matrix
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCKS = [lock.LOCK, *sorted((ROOT / "locks").glob("*.lock"))]
+
+
+@pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.name)
+def test_every_locked_requirement_has_a_version_and_a_hash(path):
+    lines = [line for line in path.read_text().replace("\\\n", " ").splitlines() if not line.startswith("#")]
+    assert len(lines) > 30
+    for line in lines:
+        assert re.match(r"[a-z0-9-]+(\[[a-z0-9,-]+\])?==\S+ .*--hash=sha256:[0-9a-f]{64}", line), line
+
+
+def test_every_installation_of_a_lock_checks_the_hashes():
+    """Where a lock is installed, pip is told to; what goes in beside it is the course itself, and PyTorch to train."""
+    files = ["Makefile", "README.md", ".ci/run", *map(str, (ROOT / ".github").rglob("*.yml")), *Path("docs").rglob("*")]
+    installs = [
+        line
+        for file in files
+        if (ROOT / file).is_file()
+        for line in (ROOT / file).read_text().splitlines()
+        if re.search(r"pip\S* install\b.* (-r|--requirement) ", line)
+    ]
+    assert len(installs) >= 3
+    assert all("--require-hashes" in line for line in installs), installs
+
+
+@pytest.mark.parametrize("versions", test_matrix.SETS, ids=lambda versions: versions.name)
+def test_the_matrix_checks_the_hashes(versions, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(test_matrix, "MATRIX", tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append([str(part) for part in command]))
+    test_matrix.install(versions, "python")
+    from_lock = [command for command in commands if str(versions.lock) in command]
+    assert len(from_lock) == 1
+    assert "--require-hashes" in from_lock[0]
+    others = [command for command in commands if "install" in command and command not in from_lock]
+    assert all({"--no-deps", "--no-build-isolation"} <= set(command) for command in others)
+
+
+def code_that_runs() -> dict[str, str]:
+    """The code of helpers, training and chapters, by where it stands."""
+    found = {str(file): file.read_text() for folder in ("helpers", "training") for file in (ROOT / folder).glob("*.py")}
+    for chapter in (ROOT / "notebooks").glob("*.ipynb"):
+        for number, cell in enumerate(nbformat.read(chapter, as_version=4).cells):
+            if cell.cell_type == "code":
+                lines = [line for line in cell.source.splitlines() if not line.lstrip().startswith(("%", "!"))]
+                found[f"{chapter}, cell {number}"] = "\n".join(lines)
+    return found
+
+
+def unsafe_calls(code: str) -> list[str]:
+    """The calls in a piece of code that can load and run other code."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            found += [name for name in names if name.split(".")[0] in {"pickle", "cloudpickle", "dill", "joblib"}]
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        if name == "torch.load" and given.get("weights_only") != "True":
+            found.append(name)
+        for option in ("from_pt", "trust_remote_code", "allow_pickle", "custom_pipeline"):
+            if given.get(option, "False") != "False":
+                found.append(f"{name}({option}={given[option]})")
+    return found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch.load(file)",
+        "torch.load(file, weights_only=False)",
+        "import pickle",
+        "from pickle import load",
+        "np.load(file, allow_pickle=True)",
+        "Model.from_pretrained(name, from_pt=True)",
+        "Model.from_pretrained(name, trust_remote_code=answer)",
+        "Model.from_pretrained(name, custom_pipeline='somebody/code')",
+    ],
+)
+def test_a_call_that_can_run_foreign_code_is_recognised(code):
+    assert unsafe_calls(code)
+
+
+def test_no_code_loads_a_format_that_can_run_code():
+    assert unsafe_calls("torch.load(file, weights_only=True); np.load(file); json.load(file)") == []
+    pieces = code_that_runs()
+    assert len(pieces) > 50
+    assert {where: found for where, code in pieces.items() if (found := unsafe_calls(code))} == {}
+
+
+def test_the_checkpoints_are_in_formats_that_hold_no_code():
+    files = [file for file in (ROOT / "checkpoints").rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} <= {".msgpack", ".json", ".txt", ".md", ".png"}
+    assert any(file.suffix == ".msgpack" for file in files)
+
+
+def test_the_audit_names_every_vulnerability_that_nothing_explains():
+    if not audit.can_reach():
+        pytest.skip(f"{audit.SERVICE} cannot be reached, so nothing can be said about known vulnerabilities")
+    assert [finding for finding in audit.find() if finding.reason is None] == []
+
+
+@pytest.fixture
+def service():
+    """A service that knows two vulnerabilities: of transformers, with a reason in the list, and of pillow, without."""
+    known = {"transformers": ("PYSEC-2026-2289", "CVE-2026-4372"), "pillow": ("PYSEC-1999-1", "CVE-1999-1")}
+    asked = []
+
+    class Service(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)
+
+        def do_POST(self):
+            query = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            name = query["package"]["name"]
+            asked.append(name)
+            answer = {}
+            if name in known:
+                identity, alias = known[name]
+                package = {"name": name, "ecosystem": "PyPI"}
+                events = {"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "99"}]}
+                answer = {"vulns": [{"id": identity, "aliases": [alias], "summary": "bad"}]}
+                answer["vulns"][0]["affected"] = [{"package": package, "ranges": [events]}]
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1/query", asked
+    server.shutdown()
+
+
+def test_pip_audit_reads_the_lock_and_what_it_finds_is_compared_with_the_list(service, capsys):
+    address, asked = service
+    assert audit.can_reach(address)
+    findings = {finding.package: finding for finding in audit.find(service=address)}
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert {"jax", "transformers"} <= set(asked) <= set(lock.locked_versions(python))
+    assert set(findings) == {"transformers", "pillow"}
+    assert findings["transformers"].version == metadata.version("transformers")
+    assert "torch" in findings["transformers"].reason
+    assert findings["pillow"].reason is None
+    assert audit.report(list(findings.values())) == 1
+    assert "pillow" in capsys.readouterr().out.split("NO REASON KNOWN; mended in 99")[0].splitlines()[-1]
+
+
+def test_a_lock_that_cannot_be_audited_is_an_error(tmp_path, service):
+    (tmp_path / "bad.lock").write_text("jax==0.10.2\n")
+    with pytest.raises(RuntimeError, match=r"pip-audit failed: .*hash"):
+        audit.find(tmp_path / "bad.lock", service[0])
+
+
+def test_a_service_that_does_not_answer_is_no_clean_bill():
+    assert not audit.can_reach("http://127.0.0.1:9")
+
+
+def test_what_is_known_of_one_package_explains_nothing_of_another():
+    names = ("CVE-2026-4372",)
+    assert audit.Finding("transformers", "4.57.6", names, ()).reason
+    assert audit.Finding("diffusers", "0.39.0", names, ()).reason is None
+
+
+def test_the_reasons_in_the_list_hold():
+    for python in ("3.11", "3.12", "3.13"):
+        assert not {"torch", "kernels"} & set(lock.locked_versions(python))
+    models = Path(metadata.distribution("transformers").locate_file("transformers/models"))
+    assert not list(models.glob("x_clip/*convert*"))
+    code = "\n".join(code_that_runs().values())
+    assert not re.search(r"import .*\bTrainer\b|LightGlue|\.generate\(|custom_generate", code)
+    saving = {where for where, code in code_that_runs().items() if re.search(r"\.save_pretrained\(", code)}
+    assert {Path(where).parent.name for where in saving} <= {"training"}
+
+
+def test_the_workflow_audits_every_week():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text())
+    steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert any("make audit" in step for step in steps)

@@ -1,0 +1,64 @@
+"""How much memory the notebook kernels below this process take at their peak."""
+
+import threading
+from pathlib import Path
+
+import psutil
+
+INTERVAL = 0.2  # seconds between two looks
+BINDER = 2 * 2**30  # bytes that mybinder.org gives a session, all of its processes together
+SERVER = 256 * 2**20  # bytes of these that we leave to JupyterLab
+
+
+class KernelMemory:
+    """Watch the kernels that this process starts, and what they start, while the ``with`` block runs.
+
+    ``peak`` is the largest sum, in bytes, of what those that lived at the same time had taken of the machine's memory.
+    On Linux that is each one's own record, which no short peak escapes; elsewhere it is what they held when looked at.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "KernelMemory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(INTERVAL):
+            self.peak = max(self.peak, sum(map(resident_peak, _kernels())))
+
+
+def resident_peak(process: psutil.Process) -> int:
+    """The most that a process has held in memory so far, in bytes; 0 if it has ended."""
+    try:
+        status = Path(f"/proc/{process.pid}/status")
+        if status.exists():
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            return int(fields.get("VmHWM", "0").split()[0]) * 1024  # written in kB, which are 1024 bytes there
+        return process.memory_info().rss
+    except (psutil.Error, OSError):
+        return 0
+
+
+def _kernels() -> list[psutil.Process]:
+    """The kernels among the descendants of this process, and the descendants of these."""
+    commands: dict[int, list[str]] = {}  # of all of them, by their numbers
+    found = []
+    for process in psutil.Process().children(recursive=True):  # a parent comes before its children
+        try:
+            command, above = process.cmdline(), commands.get(process.ppid())
+        except psutil.Error:
+            continue  # it ended in the meantime
+        if above is None and "ipykernel_launcher" not in command:
+            continue
+        commands[process.pid] = command
+        if command != above:  # a fork that has not become another program shares its parent's memory
+            found.append(process)
+    return found

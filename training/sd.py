@@ -1,0 +1,58 @@
+"""The recipe of ``shapes-sd``, with the architecture of Stable Diffusion 1."""
+
+import torch
+from diffusers import UNet2DConditionModel
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from training.autoencoder import PIXELS
+from training.diffusion import NOISE, Recipe, Round
+
+TEXT_WIDTH = 64
+UNET_CONFIG = {
+    "sample_size": PIXELS // 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "block_out_channels": (96, 96),
+    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+    "layers_per_block": 1,
+    "attention_head_dim": 4,  # diffusers reads this as the number of heads
+    "cross_attention_dim": TEXT_WIDTH,
+}
+SCHEDULER_CONFIG = {**NOISE, "clip_sample": False, "steps_offset": 1}  # DDIM's
+
+
+def text_config(tokenizer: CLIPTokenizer, *, width: int, layers: int) -> CLIPTextConfig:
+    """A CLIP text encoder for this vocabulary."""
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def build(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
+    text_encoder = CLIPTextModel(text_config(tokenizer, width=TEXT_WIDTH, layers=2))
+    return nn.ModuleDict({"text_encoder": text_encoder, "unet": UNet2DConditionModel(**UNET_CONFIG)})
+
+
+def condition(parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], generator: torch.Generator) -> dict:
+    """The last layer of the text encoder, also for an empty caption: that is what the pipeline's other half sees."""
+    return {"encoder_hidden_states": parts["text_encoder"](ids)[0]}
+
+
+RECIPE = Recipe(
+    name="shapes-sd",
+    pixels=PIXELS,
+    pool=100_000,
+    rounds=(Round(steps=6_000, cooldown=2_000, emphasis=False), Round(steps=4_200, cooldown=4_100, emphasis=True)),
+    build=build,
+    condition=condition,
+)
