@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -47,14 +48,21 @@ def test_the_program_with_shardings_compiles_for_eight_chips():
     assert pictures <= answer["hbm"]["output"] < 8 * pictures
 
 
+@cache  # building the shapes of a real model takes seconds
+def parameters_of(model):
+    """How many numbers each part of a pipeline has, counted from its configurations."""
+    _, params = tpu.load_shapes(model, "float32")
+    return {part: tpu.tree_bytes(tree) // 4 for part, tree in params.items() if part != "scheduler"}
+
+
 def test_the_parameters_are_as_many_as_published():
     for model, millions in {
         "sd": {"unet": 859.5, "text_encoder": 123.1, "vae": 83.7},
         "sdxl": {"unet": 2567.5, "text_encoder": 123.1, "text_encoder_2": 694.7, "vae": 83.7},
     }.items():
-        _, params = tpu.load_shapes(model, "float32")
+        assert parameters_of(model).keys() == millions.keys()
         for part, expected in millions.items():
-            assert tpu.tree_bytes(params[part]) / 4e6 == pytest.approx(expected, abs=0.06), (model, part)
+            assert parameters_of(model)[part] / 1e6 == pytest.approx(expected, abs=0.06), (model, part)
 
 
 def test_shapes_are_those_of_the_weights(params):
@@ -112,12 +120,12 @@ def test_a_program_that_does_not_fit_is_reported_without_parts(monkeypatch):
 
 
 @pytest.mark.parametrize(("each", "expected"), [(5, 2), (20, 0), (9, 1), (1, 14)])
-@pytest.mark.parametrize("bend", [0.0, 0.04, -0.04])
+@pytest.mark.parametrize("bend", [0.0, 0.15, -0.15])
 def test_the_largest_batch_is_confirmed_at_n_and_n_plus_1(monkeypatch, each, expected, bend):
     def answer(program, **_):
         needs = (1 + each * program.batch) * 2**30
         # Prediction is exact without a bend; with one, later pictures need more or less than the first two.
-        fits = needs * (1 + bend * max(0, program.batch - 2)) <= 15.75 * 2**30
+        fits = needs * (1 + bend * (program.batch > 2)) <= 15.75 * 2**30
         return {"fits": fits, "hbm": {"all": needs}}
 
     monkeypatch.setattr(reports, "memory_report", answer)
@@ -196,6 +204,13 @@ def test_without_libtpu_the_command_that_installs_it_is_given(monkeypatch, capsy
 
 
 @needs_compiler
+def test_with_an_old_jax_there_is_a_sentence_and_no_crash(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    with pytest.raises(RuntimeError, match="the TPU compiler crashes: install a newer JAX, or read the recorded"):
+        tpu.tpu_devices()
+
+
+@needs_compiler
 def test_libtpu_held_by_another_process_gives_one_sentence():
     code = "import jax; jax.config.update('jax_platforms', 'cpu'); from helpers import tpu; tpu.tpu_devices(); input()"
     # As on a machine with chips, where two processes at a time must not reach for them.
@@ -226,10 +241,10 @@ def validate(report):
     jsonschema.validate(report, schema)
 
 
-def test_there_is_a_report_on_the_bundled_checkpoint_and_on_a_real_model():
-    recorded = [report["program"]["pipeline"] for report in tpu.recorded_reports()]
-    assert "shapes-sd" in recorded
-    assert {"sd", "sdxl"} & set(recorded)
+def test_the_reports_that_chapter_8_relies_on_are_recorded():
+    recorded = {file.stem for file in RECORDED}
+    assert {name for name in record_tpu.programs() if name.startswith("shapes-sd")} <= recorded
+    assert len(tpu.recorded_reports()) == len(recorded)
 
 
 @each_report
@@ -249,11 +264,12 @@ def test_a_recorded_report_is_on_the_program_of_its_name(file):
 @each_report
 def test_recorded_parameters_are_those_of_the_configurations(file):
     report = json.loads(file.read_text())
-    _, params = tpu.load_shapes(report["program"]["pipeline"], report["program"]["dtype"])
-    counted = {name: tpu.tree_bytes(tree) for name, tree in params.items() if name != "scheduler"}
+    model, each = report["program"]["pipeline"], {"bfloat16": 2, "float32": 4}[report["program"]["dtype"]]
+    counted = {part: number * each for part, number in parameters_of(model).items()}
     assert report["parameter_bytes"] == counted
-    if report["fits"]:  # the compiler adds inputs, and room around small arrays
-        assert 1 <= report["hbm"]["parameters"] / sum(counted.values()) < 1.1
+    if report["fits"]:  # the compiler adds inputs, and leaves room around small arrays, of which a small model is made
+        room = 1.5 if model.startswith("shapes") else 1.05
+        assert 1 <= report["hbm"]["parameters"] / sum(counted.values()) < room
 
 
 @each_report
@@ -261,7 +277,7 @@ def test_recorded_operations_add_up_to_the_whole(file):
     report = json.loads(file.read_text())
     if not report["fits"]:
         return
-    assert 0.8 < report["whole"]["flops"] / sum(part["flops"] for part in report["parts"]) < 1.25
+    assert 0.98 < report["whole"]["flops"] / sum(part["flops"] for part in report["parts"]) < 1.02
     for part in report["parts"]:
         assert part["least_seconds"] == pytest.approx(max(tpu.least_seconds(part, report["program"]["chip"])))
     assert report["least_seconds"] == pytest.approx(sum(part["least_seconds"] for part in report["parts"]))

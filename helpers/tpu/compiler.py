@@ -1,9 +1,11 @@
 """The TPU compiler: for which chips it can be asked, and what it answers."""
 
+import ctypes
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
@@ -51,17 +53,21 @@ class Chip:
     topologies: dict[int, dict]
 
 
-def _topologies(one: str, four: str, eight: str, **options) -> dict[int, dict]:
-    # A machine has several chips, so a topology of one has to say that its machine is to have one.
-    single = {"topology_name": one, "chips_per_host_bounds": (1, 1, 1)}
-    return {1: single | options, 4: {"topology_name": four} | options, 8: {"topology_name": eight} | options}
+def _topologies(*names: str, **options) -> dict[int, dict]:
+    """Arguments for grids such as ``v5e:2x4``, each on one machine: `pmap` takes a machine's own."""
+    found = {}
+    for name in names:
+        grid = [int(side) for side in name.split(":")[1].split("x")]
+        bounds = (*grid, 1)[:3]
+        found[math.prod(grid)] = {"topology_name": name, "chips_per_host_bounds": bounds} | options
+    return found
 
 
 # The figures are JAX's own, from jax/_src/pallas/mosaic/tpu_info.py in jax 0.10.2, but for the bandwidth of v5p, where
-# Google documents more (cloud.google.com/tpu/docs/v5p), and a bound must take the more. On v4 and v5p both cores of a
-# chip act as one ("megacore"), as they do on a real machine.
+# Google documents more (cloud.google.com/tpu/docs/v5p), and a bound must take the more. Both cores of a v4 chip act as
+# one ("megacore") on a real machine, which the compiler has to be told.
 _V4 = _topologies("v4:1x1x1", "v4:2x2x1", "v4:2x2x2", chip_config_name="megacore")
-_V5P = _topologies("v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2", chip_config_name="megacore")
+_V5P = _topologies("v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2")
 CHIPS = {
     "v4": Chip("TPU v4", 275e12, 1.23e12, 2 * 16 * 2**20 + 134_000_000, _V4),
     "v5e": Chip("TPU v5 lite", 197e12, 820e9, 128 * 2**20, _topologies("v5e:1x1", "v5e:2x2", "v5e:2x4")),
@@ -76,7 +82,7 @@ def require_compiler() -> None:
     Raises
     ------
     RuntimeError
-        On another system than Linux on x86-64, and where libtpu is not installed.
+        On another system than Linux on x86-64, with JAX 0.7, and where libtpu is not installed.
     """
     system, machine = platform.system(), platform.machine()
     instead = "or read the recorded report (python -m helpers.tpu --recorded)."
@@ -85,6 +91,8 @@ def require_compiler() -> None:
             f"The TPU compiler, libtpu, exists for Linux on x86-64 only, and this is {system} on {machine}: use such a "
             f"machine (Colab's CPU runtime will do), {instead}"
         )
+    if jax.__version_info__ < (0, 8):  # a segmentation fault whenever `jit` compiles for a device that is not there
+        raise RuntimeError(f"With JAX {jax.__version__} the TPU compiler crashes: install a newer JAX, {instead}")
     if importlib.util.find_spec("libtpu") is None:
         raise RuntimeError(
             "The TPU compiler, libtpu, is not installed: run `pip install 'jax[tpu]'`, which brings the one for the "
@@ -187,6 +195,7 @@ def ask_compiler(
             "output": memory.output_size_in_bytes,
             "peak": getattr(memory, "peak_memory_in_bytes", None),
         }
+    ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves hundreds of MB to the C library, which keeps them otherwise
     answer["compile_seconds"] = round(time.monotonic() - start, 1)
     say(f"{label}: {answer['compile_seconds']:.0f} s")
     if kept:
@@ -196,10 +205,11 @@ def ask_compiler(
 
 def usable_hbm(chip: str) -> int:
     """Bytes of a chip's HBM that the compiler lets a program use: it says so when it refuses one that is too large."""
-    too_large = jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32, sharding=SingleDeviceSharding(tpu_devices(chip)[0]))
-    message = ask_compiler(jax.jit(lambda x: x @ x).lower(too_large), chip)["message"]
-    amount, unit = re.search(r"available HBM \(([\d.]+)([MGT])", message).groups()
-    return int(float(amount) * {"M": 2**20, "G": 2**30, "T": 2**40}[unit])
+    too_large = jax.ShapeDtypeStruct((2**17, 2**17), jnp.float32, sharding=SingleDeviceSharding(tpu_devices(chip)[0]))
+    message = ask_compiler(jax.jit(lambda x: x + 1).lower(too_large), chip)["message"]
+    # The first is what libtpu says since 2026, the second what it said before.
+    gib = re.search(r"available HBM \(([\d.]+)G|Used [\d.]+G of ([\d.]+)G", message)
+    return int(float(gib[1] or gib[2]) * 2**30)
 
 
 def write_json(path: Path, content) -> None:

@@ -173,22 +173,17 @@ def text_of(report: dict) -> str:
 
 
 def table_of(reports: list[dict]) -> str:
-    """Reports as a table of text, a line for each: GiB on each chip by kind, and the least seconds for a picture."""
+    """Reports as a table of text, a line for each: MiB on each chip by kind, and the least seconds for a picture."""
     kinds = ("parameters", "temporaries", "program", "output")
-    lines = [
-        f"{'program':<52}{'fits':<5}" + "".join(f"{kind:>12}" for kind in kinds) + f"{'least s':>9}{'compiled':>10}"
-    ]
+    head = "".join(f"{kind:>12}" for kind in kinds)
+    lines = [f"{'(memory in MiB on each chip)':<63}{'fits':<5}{head}{'least':>11}{'compiled':>10}"]
     for report in reports:
         p = report["program"]
-        name = (
-            f"{p['pipeline']} {p['height']}×{p['width']}, {p['steps']} steps, {p['dtype']}, {p['chip']}, {p['batch']}"
-        )
-        name += "" if p["split_head_dim"] == (p["pipeline"] == "sdxl") else ", other heads"
-        sizes = [f"{report['hbm'][kind] / GIB:.3f}" if report["hbm"] else "-" for kind in kinds]
-        least = f"{report['least_seconds_per_picture']:.3g}" if report["fits"] else "-"
-        lines.append(
-            f"{name:<62}{'yes' if report['fits'] else 'no':<5}"
-            + "".join(f"{size:>12}" for size in sizes)
-            + f"{least:>10}{report['compile_seconds']:>8.0f} s"
-        )
+        name = f"{p['pipeline']} {p['height']}×{p['width']}, {p['steps']} steps, {p['dtype']}, "
+        name += f"{p['chips']} {p['chip']}, batch {p['batch']}"
+        name += "" if p["split_head_dim"] == (p["pipeline"] == "sdxl") else ", heads"
+        sizes = "".join(f"{report['hbm'][kind] / 2**20:>12,.1f}" if report["hbm"] else f"{'-':>12}" for kind in kinds)
+        least = f"{report['least_seconds_per_picture']:.3g} s" if report["fits"] else "-"
+        fits = "yes" if report["fits"] else "no"
+        lines.append(f"{name:<63}{fits:<5}{sizes}{least:>11}{report['compile_seconds']:>8.0f} s")
     return "\n".join(lines)
