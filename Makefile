@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-matrix lab docs workshop checkpoints lock outdated audit publish clean
+.PHONY: help run test test-matrix lab docs workshop checkpoints lock outdated audit publish tpu-report clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ audit: .venv/installed  ## look the locked packages up in the lists of known vul
 
 publish: .venv/installed  ## write where the course lives wherever it is named (REPO=owner/name)
 	@$(BIN)/python tools/publish.py $(REPO)
+
+tpu-report: .venv/installed  ## ask the TPU compiler about the real models (many hours; resumable; ARGS='--minutes 60')
+	@$(BIN)/python benchmarks/record_tpu.py $(ARGS)
 
 clean:  ## remove what these commands made
 	rm -rf .venv .venv-train build

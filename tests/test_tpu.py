@@ -1,0 +1,297 @@
+"""The TPU compiler, asked without a TPU: programs compile, bytes add up, and each problem is one sentence."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import jax
+import jsonschema
+import pytest
+
+from benchmarks import record_tpu
+from helpers import tpu
+from helpers.tpu import compiler, reports
+from helpers.tpu.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDED = sorted((ROOT / "benchmarks" / "tpu").glob("*.json"))
+each_report = pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+
+
+# libtpu exists for no other system, which the tests of its absence check everywhere.
+needs_compiler = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="the TPU compiler runs on Linux on x86-64"
+)
+
+
+# Chapters 4 and 5 run the first program, chapter 7 the second.
+@needs_compiler
+@pytest.mark.parametrize("pipeline", ["shapes-sd", "shapes-sdxl"])
+def test_a_chapters_program_compiles_for_eight_chips_and_for_one_alike(pipeline):
+    eight, one = (tpu.memory_report(tpu.Program(pipeline, "v5e", chips, steps=2)) for chips in (8, 1))
+    assert eight["fits"] and one["fits"]
+    for kind in ("parameters", "temporaries", "output"):  # no chip talks to another, so their number changes nothing
+        assert eight["hbm"][kind] == pytest.approx(one["hbm"][kind], rel=0.01)
+    assert eight["whole"]["flops"] == pytest.approx(one["whole"]["flops"], rel=0.01)
+
+
+@needs_compiler
+def test_the_program_with_shardings_compiles_for_eight_chips():
+    program = tpu.Program("shapes-sd", "v5e", 8, batch=2, steps=2, parallel="jit")
+    answer = tpu.memory_report(program)
+    assert answer["fits"]
+    pictures = 2 * 64 * 64 * 3 * 4  # each chip gets its share of the output, in float32, which it may lay out larger
+    assert pictures <= answer["hbm"]["output"] < 8 * pictures
+
+
+@cache  # building the shapes of a real model takes seconds
+def parameters_of(model):
+    """How many numbers each part of a pipeline has, counted from its configurations."""
+    _, params = tpu.load_shapes(model, "float32")
+    return {part: tpu.tree_bytes(tree) // 4 for part, tree in params.items() if part != "scheduler"}
+
+
+def test_the_parameters_are_as_many_as_published():
+    for model, millions in {
+        "sd": {"unet": 859.5, "text_encoder": 123.1, "vae": 83.7},
+        "sdxl": {"unet": 2567.5, "text_encoder": 123.1, "text_encoder_2": 694.7, "vae": 83.7},
+    }.items():
+        assert parameters_of(model).keys() == millions.keys()
+        for part, expected in millions.items():
+            assert parameters_of(model)[part] / 1e6 == pytest.approx(expected, abs=0.06), (model, part)
+
+
+def test_shapes_are_those_of_the_weights(params):
+    _, shapes = tpu.load_shapes("shapes-sd", "float32")
+    for part in ("unet", "vae", "text_encoder"):
+        pairs = zip(jax.tree.leaves(shapes[part]), jax.tree.leaves(params[part]), strict=True)
+        assert all(shape.shape == leaf.shape for shape, leaf in pairs)
+        assert jax.tree.structure(shapes[part]) == jax.tree.structure(params[part])
+
+
+def test_a_folder_is_as_good_as_a_name(checkpoint):
+    by_name, by_folder = (tpu.load_shapes(name)[1] for name in ("shapes-sd", checkpoint.source))
+    assert by_name == by_folder
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", tpu.CHIPS)
+@pytest.mark.parametrize("chips", [1, 4, 8])
+def test_each_chip_can_be_had_in_each_number(chip, chips):
+    devices = tpu.tpu_devices(chip, chips)
+    assert len(devices) == chips
+    assert {device.device_kind for device in devices} <= {tpu.CHIPS[chip].kind, "TPU v5p"}
+
+
+@needs_compiler
+@pytest.mark.parametrize(("chip", "sold_as"), [("v4", 32), ("v5e", 16), ("v5p", 96), ("v6e", 32)])
+def test_the_compiler_says_how_much_memory_a_chip_has(chip, sold_as):
+    assert sold_as - 1.5 < tpu.usable_hbm(chip) / 2**30 <= sold_as
+
+
+@needs_compiler
+def test_the_compilers_refusal_becomes_a_sentence():
+    # One picture of 8192 x 8192 pixels; only the decoder of the smallest program is asked, which takes a second.
+    pipeline, params = tpu.load_shapes("shapes-sd")
+    program = tpu.Program("shapes-sd", height=8192, width=8192)
+    lowered, *_ = tpu.lower_parts(program, pipeline, params)["VAE decoder"]
+    answer = tpu.ask_compiler(lowered, "v5e")
+    assert not answer["fits"]
+    assert "Ran out of memory" in answer["message"]
+
+
+def refuse(*_, **__):
+    return {"fits": False, "message": "RESOURCE_EXHAUSTED: Ran out of memory\nand more", "compile_seconds": 1.0}
+
+
+@needs_compiler
+def test_a_program_that_does_not_fit_is_reported_without_parts(monkeypatch):
+    monkeypatch.setattr(reports, "ask_compiler", refuse)
+    report = tpu.compile_report(tpu.Program("shapes-sd", steps=2))
+    assert report["verdict"] == "It does not fit. The compiler: RESOURCE_EXHAUSTED: Ran out of memory"
+    assert report["parts"] == []
+    validate(report | {"largest_batch": None})
+    assert "It does not fit" in tpu.text_of(report)
+    assert "no" in tpu.table_of([report]).splitlines()[1].split()
+
+
+@pytest.mark.parametrize(("each", "expected"), [(5, 2), (20, 0), (9, 1), (1, 14)])
+@pytest.mark.parametrize("bend", [0.0, 0.15, -0.15])
+def test_the_largest_batch_is_confirmed_at_n_and_n_plus_1(monkeypatch, each, expected, bend):
+    def answer(program, **_):
+        needs = (1 + each * program.batch) * 2**30
+        # Prediction is exact without a bend; with one, later pictures need more or less than the first two.
+        fits = needs * (1 + bend * (program.batch > 2)) <= 15.75 * 2**30
+        return {"fits": fits, "hbm": {"all": needs}}
+
+    monkeypatch.setattr(reports, "memory_report", answer)
+    monkeypatch.setattr(reports, "usable_hbm", lambda chip: int(15.75 * 2**30))
+    found = tpu.largest_batch(tpu.Program("sd"))
+    tried = {entry["batch"]: entry["fits"] for entry in found["tried"]}
+    assert not tried[found["largest"] + 1]
+    assert found["largest"] == 0 or tried[found["largest"]]
+    if bend == 0:
+        assert found["largest"] == expected
+        assert found["predicted"] in (None, expected)
+
+
+@needs_compiler
+def test_answers_are_kept_under_program_chip_and_versions(tmp_path, monkeypatch):
+    def lower(chip, n):
+        sharding = jax.sharding.SingleDeviceSharding(tpu.tpu_devices(chip)[0])
+        return jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((n, n), "float32", sharding=sharding))
+
+    said = []
+    for chip, n in (("v5e", 256), ("v4", 256), ("v5e", 512), ("v5e", 256)):
+        tpu.ask_compiler(lower(chip, n), chip, label=f"{chip} {n}", cache=tmp_path, say=said.append)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert said[-1] == f"v5e 256: found in {tmp_path}"
+    monkeypatch.setattr(compiler, "versions", lambda: {"libtpu": "another"})
+    tpu.ask_compiler(lower("v5e", 256), "v5e", cache=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@needs_compiler
+def test_an_unknown_chip_or_number_is_refused_in_a_sentence(capsys):
+    assert main(["shapes-sd", "--chip", "v9"]) == 1
+    assert capsys.readouterr().err == "No chip 'v9' is known here: choose one of v4, v5e, v5p, v6e.\n"
+    assert main(["shapes-sd", "--chips", "3"]) == 1
+    assert capsys.readouterr().err == "3 chips cannot be asked for: choose 1, 4 or 8.\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"dtype": "int8"}, "choose bfloat16 or float32"),
+        ({"parallel": "xmap"}, "choose pmap or jit"),
+        ({"batch": 0}, "give at least 1"),
+        ({"height": 100}, "give a multiple of 8"),
+    ],
+)
+def test_impossible_programs_are_refused(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        tpu.Program("sd", **settings)
+
+
+def test_an_unknown_pipeline_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'nothing' is no pipeline: give sd, sdxl, shapes-sd"):
+        tpu.load_shapes("nothing")
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FlaxFluxPipeline"}))
+    with pytest.raises(ValueError, match=r"is a FluxPipeline: only Stable Diffusion 1.x and XL have Flax pipelines"):
+        tpu.load_shapes(str(tmp_path))
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Darwin", "arm64"), ("Windows", "AMD64"), ("Linux", "aarch64")])
+def test_other_systems_get_one_sentence(monkeypatch, capsys, system, machine):
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert main(["shapes-sd"]) == 1
+    said = capsys.readouterr().err
+    assert f"and this is {system} on {machine}" in said
+    assert said.count("\n") == 1
+
+
+def test_without_libtpu_the_command_that_installs_it_is_given(monkeypatch, capsys):
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+    assert main(["shapes-sd"]) == 1
+    said = capsys.readouterr().err
+    assert "pip install 'jax[tpu]'" in said
+    assert said.count("\n") == 1
+
+
+@needs_compiler
+def test_with_an_old_jax_there_is_a_sentence_and_no_crash(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    with pytest.raises(RuntimeError, match="the TPU compiler crashes: install a newer JAX, or read the recorded"):
+        tpu.tpu_devices()
+
+
+@needs_compiler
+def test_libtpu_held_by_another_process_gives_one_sentence():
+    code = "import jax; jax.config.update('jax_platforms', 'cpu'); from helpers import tpu; tpu.tpu_devices(); input()"
+    # As on a machine with chips, where two processes at a time must not reach for them.
+    environment = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "0"}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code.replace("input()", "print('held', flush=True); input()")],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        command = [sys.executable, "-m", "helpers.tpu", "shapes-sd"]
+        second = subprocess.run(command, env=environment, capture_output=True, text=True)
+    finally:
+        holder.communicate("\n")
+    assert second.returncode == 1
+    assert second.stdout == ""
+    assert second.stderr.splitlines()[-1].startswith("Another process holds libtpu: wait until it has ended")
+    assert "Traceback" not in second.stderr
+
+
+def validate(report):
+    schema = json.loads((ROOT / "benchmarks" / "report.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(report, schema)
+
+
+def test_the_reports_that_chapter_8_relies_on_are_recorded():
+    recorded = {file.stem for file in RECORDED}
+    assert {name for name in record_tpu.programs() if name.startswith("shapes-sd")} <= recorded
+    assert len(tpu.recorded_reports()) == len(recorded)
+
+
+@each_report
+def test_a_recorded_report_fits_the_schema(file):
+    validate(json.loads(file.read_text()))
+
+
+@each_report
+def test_a_recorded_report_is_on_the_program_of_its_name(file):
+    program, largest = record_tpu.programs()[file.stem]
+    report = json.loads(file.read_text())
+    for name in ("pipeline", "chip", "chips", "dtype", "steps", "parallel"):
+        assert report["program"][name] == getattr(program, name)
+    assert largest == (report["largest_batch"] is not None)
+
+
+@each_report
+def test_recorded_parameters_are_those_of_the_configurations(file):
+    report = json.loads(file.read_text())
+    model, each = report["program"]["pipeline"], {"bfloat16": 2, "float32": 4}[report["program"]["dtype"]]
+    counted = {part: number * each for part, number in parameters_of(model).items()}
+    assert report["parameter_bytes"] == counted
+    if report["fits"]:  # the compiler adds inputs, and leaves room around small arrays, of which a small model is made
+        room = 1.5 if model.startswith("shapes") else 1.05
+        assert 1 <= report["hbm"]["parameters"] / sum(counted.values()) < room
+
+
+@each_report
+def test_recorded_operations_add_up_to_the_whole(file):
+    report = json.loads(file.read_text())
+    if not report["fits"]:
+        return
+    assert 0.98 < report["whole"]["flops"] / sum(part["flops"] for part in report["parts"]) < 1.02
+    for part in report["parts"]:
+        assert part["least_seconds"] == pytest.approx(max(tpu.least_seconds(part, report["program"]["chip"])))
+    assert report["least_seconds"] == pytest.approx(sum(part["least_seconds"] for part in report["parts"]))
+
+
+def test_the_most_useful_programs_are_recorded_first():
+    real = [name for name in record_tpu.programs() if not name.startswith("shapes")]
+    assert real[:3] == ["sd-bfloat16-v5e-batch-1", "sdxl-bfloat16-v5e-batch-1", "sdxl-bfloat16-v4-batch-1"]
+    assert all(name.endswith("largest-batch") for name in real[-12:])
+
+
+def test_the_recorder_names_what_is_recorded_and_what_is_not(capsys, tmp_path):
+    assert record_tpu.main(["--list", "--to", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(record_tpu.programs())
+    assert record_tpu.main(["--minutes", "0", "--to", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("0 of ")
+    assert list(tmp_path.iterdir()) == []
