@@ -1,4 +1,4 @@
-# The commands that a person types. Each needs Python 3.11 to 3.13, make and a network; `make help` lists them.
+# The commands that a person types; `make help` lists them. They need Python 3.11 to 3.13, and to install, a network.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -52,7 +52,7 @@ workshop: .venv/installed  ## write the student set and the instructor set, into
 checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about four and a half hours on 2 cores; resumable)
 	@.venv-train/bin/python -m training
 
-lock: .venv/installed  ## write requirements.lock and environment.yml anew from pyproject.toml
+lock: .venv/installed  ## write the locks and environment.yml anew from pyproject.toml
 	@$(BIN)/python tools/lock.py
 
 outdated: .venv/installed  ## compare the lock with the newest releases, and say what is held back and why
@@ -68,4 +68,4 @@ tpu-report: .venv/installed  ## ask the TPU compiler about the real models (many
 	@$(BIN)/python benchmarks/record_tpu.py $(ARGS)
 
 clean:  ## remove what these commands made
-	rm -rf .venv .venv-train build
+	rm -rf .venv .venv-train build dist

@@ -19,6 +19,11 @@ GIB = 2**30
 LEAST_MEMORY = 2 * GIB
 LEAST_DISK = 2 * GIB
 HUB_TIMEOUT = 5  # seconds
+# What puts the checkpoints back: in a clone, an installation would only point to the files that are missing there.
+_IN_CLONE = (Path(__file__).parents[1] / ".git").exists()
+REPAIR = (
+    "git checkout -- checkpoints" if _IN_CLONE else f"{sys.executable} -m pip install --force-reinstall --no-deps ."
+)
 
 
 def check_packages() -> Iterator[str]:
@@ -26,7 +31,8 @@ def check_packages() -> Iterator[str]:
     print(f"{'package':<18}{'installed':<14}expected")
     packages = versions.needed_packages()
     if not packages:
-        yield f"{versions.DISTRIBUTION} is not installed: in a clone of the course, run `pip install .`"
+        here = f"`{sys.executable} -m pip install .`"
+        yield f"{versions.DISTRIBUTION} is not installed: in a clone of the course, run {here}"
     for package in packages:
         name, expected = package.requirement.name, str(package.requirement.specifier) or "any"
         verdict = "" if package.fits else "   <- problem"
@@ -72,13 +78,13 @@ def check_checkpoints() -> Iterator[str]:
         return  # reported with the packages or with JAX
     names = bundled_names()
     if not names:
-        yield "The bundled checkpoints are missing: install the course again by `pip install --force-reinstall .`"
+        yield f"The bundled checkpoints are missing: {REPAIR}"
     for name in names:
         folder = Path(bundled_checkpoint(name).source)
         try:
             size = sum(len(file.read_bytes()) for file in folder.rglob("*.msgpack"))
         except OSError as error:
-            yield f"The bundled checkpoint {name} cannot be read ({error}): `pip install --force-reinstall .`"
+            yield f"The bundled checkpoint {name} cannot be read ({error}): {REPAIR}"
         else:
             print(f"Bundled checkpoint {name}: {size / 1e6:.1f} MB of weights, readable")
 

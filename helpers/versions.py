@@ -1,6 +1,7 @@
 """Whether the packages that this course needs are there, in versions that still have Flax."""
 
 import importlib.metadata
+import sys
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
@@ -57,7 +58,8 @@ def require_flax() -> None:
 
 
 def pip_command(packages: list[Package]) -> str:
-    return "pip install " + " ".join(
+    """The command that installs what is needed, by the Python that runs this: a plain ``pip`` may be another one's."""
+    return f"{sys.executable} -m pip install " + " ".join(
         f'"{package.requirement.name}{package.requirement.specifier}"' for package in packages
     )
 

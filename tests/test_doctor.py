@@ -65,13 +65,17 @@ def test_a_broken_jax_is_one_problem_with_its_remedy(tmp_path):
     (tmp_path / "jax.py").write_text("raise RuntimeError('jaxlib is version 0.1')")
     result = run_doctor(PYTHONPATH=str(tmp_path))
     (problem,) = [line for line in result.stdout.splitlines() if line.startswith("Problem")]
-    assert problem.startswith('Problem 1: JAX cannot be imported (jaxlib is version 0.1): pip install "jax<')
+    remedy = f'{sys.executable} -m pip install "jax<'
+    assert problem.startswith(f"Problem 1: JAX cannot be imported (jaxlib is version 0.1): {remedy}")
 
 
 @pytest.mark.parametrize(
     ("installed", "found"),
     [
-        ({"diffusers": "0.40.1"}, 'diffusers 0.40.1 is installed, and diffusers ==0.39.* is needed: pip install "diff'),
+        (
+            {"diffusers": "0.40.1"},
+            f'0.40.1 is installed, and diffusers ==0.39.* is needed: {sys.executable} -m pip install "diffusers==0.39',
+        ),
         ({"transformers": "5.15.0"}, "transformers 5.15.0 is installed"),
         ({"flax": None}, "flax is missing, and flax <0.13,>=0.11.2 is needed"),
     ],

@@ -54,7 +54,7 @@ def report(newer: list[dict[str, str]]) -> int:
         elif allowed and not allowed.contains(package["latest_version"]):
             what = f"pyproject.toml allows {allowed}: run the tests with it, then raise the bound"
         else:
-            what = "nothing: python tools/lock.py --upgrade"
+            what = "nothing: run .venv/bin/python tools/lock.py --upgrade"
         print(f"{package['name']:<28}{package['version']:<14}{package['latest_version']:<14}{what}")
     if not newer:
         print("Every package is at its newest release.")

@@ -33,8 +33,8 @@ first cell where to find the course by a line above it:
 %env TUTORIAL_SOURCE=git+https://github.com/owner/name
 ```
 
-Anything that pip installs will do, also the path of an uploaded wheel (`.venv/bin/python -m hatchling build` makes one,
-with the bundled checkpoints in it).
+Anything that pip installs will do, also the path of an uploaded wheel (`.venv/bin/python -m hatchling build -t wheel`
+makes one in `dist/`, with the bundled checkpoints in it).
 """
 
 

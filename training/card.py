@@ -51,10 +51,10 @@ whether the colours of shape and background are those that the caption names.
 ![The first 16 pictures of held-out combinations, keys 0 to 15, each under its caption](samples.png)
 
 The held-out combinations are a tenth of all pairings of colour, shape and background (`training/held_out.json`);
-training never saw them. The same command gives these figures again, computed in {dtype}:
+training never saw them. After `make .venv-train/installed`, this command gives these figures again, in {dtype}:
 
 ```
-python -m training.evaluate checkpoints/{name} --dtype {dtype}{extra}
+.venv-train/bin/python -m training.evaluate checkpoints/{name} --dtype {dtype}{extra}
 ```
 {details}
 ## What it cannot do, and what was tried

@@ -89,7 +89,7 @@ def require_compiler() -> None:
     if (system, machine) != ("Linux", "x86_64"):
         raise RuntimeError(
             f"The TPU compiler, libtpu, exists for Linux on x86-64 only, and this is {system} on {machine}: use such a "
-            f"machine (Colab's CPU runtime will do), {instead}"
+            f"machine (Binder or Kaggle will do), {instead}"
         )
     if jax.__version_info__ < (0, 8):  # a segmentation fault whenever `jit` compiles for a device that is not there
         raise RuntimeError(f"With JAX {jax.__version__} the TPU compiler crashes: install a newer JAX, {instead}")
