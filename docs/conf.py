@@ -30,8 +30,11 @@ exclude_patterns = ["inventories", "workshop"]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning stops the build
 nitpick_ignore_regex = [
     # What docstrings say in words about types.
-    (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|sequence.*|str or None|FlaxStableDiffusion.*"),
-    (r"py:(class|obj)", r"(collections\.abc|contextlib|PIL|numpy\.typing)\..*"),
+    (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|tree|sequence.*|str or None|FlaxStableDiffusion.*"),
+    (
+        r"py:(class|obj)",
+        r"(collections\.abc|contextlib|PIL|numpy\.typing|jax\.stages|jax\._src\.stages)\..*|(pathlib\.)?Path",
+    ),
 ]
 
 # The chapters come executed; nothing is executed here.
