@@ -14,7 +14,7 @@ _ADVICE = {
     "Kaggle": "choose Settings > Accelerator > TPU in Kaggle's menu, and run the notebook again from the top",
     "TPU VM": f'this machine has TPU chips that JAX cannot use: run pip install "jax[tpu]=={jax.__version__}", and '
     "stop other processes that hold the chips (sudo lsof -w /dev/accel* /dev/vfio/*)",
-    "GPU": f'JAX cannot use the GPU of this machine: if it is NVIDIA\'s, run pip install "jax[cuda13]=={jax.__version__}"',
+    "GPU": f'JAX cannot use the GPU here: if it is NVIDIA\'s, run pip install "jax[cuda13]=={jax.__version__}"',
     "laptop": "there is no accelerator to switch on here: go on with the CPU, or open the notebook in Colab or Kaggle",
 }
 

@@ -71,3 +71,10 @@ def test_jupyterlab_leaves_the_chapters_their_share_of_binder(tmp_path):
         server.terminate()
         server.wait()
     assert 0 < peak < memory.SERVER
+
+
+def test_what_a_kernel_gave_back_before_it_started_another_process_does_not_count_with_it():
+    take = "block = b'1' * (400 * 2**20); del block"
+    child = "import time; block = b'1' * (300 * 2**20); time.sleep(2)"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    assert peak_of(take, "import time; time.sleep(1)", start) < 620

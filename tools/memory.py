@@ -13,12 +13,14 @@ SERVER = 256 * 2**20  # bytes of these that we leave to JupyterLab
 class KernelMemory:
     """Watch the kernels that this process starts, and what they start, while the ``with`` block runs.
 
-    ``peak`` is the largest sum, in bytes, of what those that lived at the same time had taken of the machine's memory.
-    On Linux that is each one's own record, which no short peak escapes; elsewhere it is what they held when looked at.
+    ``peak`` is the largest sum, in bytes, of what those that lived at the same time held of the machine's memory. On
+    Linux each one's own record is looked at, too: where that has grown since the last look, it counts, so that no short
+    peak escapes that is higher than all before.
     """
 
     def __init__(self) -> None:
         self.peak = 0
+        self._seen: dict[int, tuple[int, int]] = {}  # by process: what it held at the last look, and its record then
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -32,19 +34,31 @@ class KernelMemory:
 
     def _watch(self) -> None:
         while not self._done.wait(INTERVAL):
-            self.peak = max(self.peak, sum(map(resident_peak, _kernels())))
+            self.peak = max(self.peak, sum(map(self._since_last_look, _kernels())))
+
+    def _since_last_look(self, process: psutil.Process) -> int:
+        now, record = _resident(process)
+        before, old_record = self._seen.get(process.pid, (0, 0))
+        self._seen[process.pid] = now, record
+        return record if record > old_record else max(now, before)
 
 
 def resident_peak(process: psutil.Process) -> int:
     """The most that a process has held in memory so far, in bytes; 0 if it has ended."""
+    return _resident(process)[1]
+
+
+def _resident(process: psutil.Process) -> tuple[int, int]:
+    """What a process holds in memory, and the most that it has held so far where the system keeps that, in bytes."""
     try:
         status = Path(f"/proc/{process.pid}/status")
         if status.exists():
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-            return int(fields.get("VmHWM", "0").split()[0]) * 1024  # written in kB, which are 1024 bytes there
-        return process.memory_info().rss
+            now, record = (int(fields.get(name, "0").split()[0]) for name in ("VmRSS", "VmHWM"))
+            return now * 1024, record * 1024  # written in kB, which are 1024 bytes there
+        return process.memory_info().rss, process.memory_info().rss
     except (psutil.Error, OSError):
-        return 0
+        return 0, 0
 
 
 def _kernels() -> list[psutil.Process]:
