@@ -114,7 +114,8 @@ def without_places(output):
     text = json.dumps(output)
     for place, name in ((f"{sys.prefix}/", ".venv/"), (f"{ROOT}/", "")):
         text = text.replace(place, name)
-    return nbformat.from_dict(json.loads(re.sub(r"ipykernel_\d+", "ipykernel", text)))
+    text = re.sub(r" at 0x[0-9a-f]{6,}", "", re.sub(r"ipykernel_\d+", "ipykernel", text))
+    return nbformat.from_dict(json.loads(text))
 
 
 def relink(text: str, page: Path, source: Path, moved_to: Path | None = None) -> str:
