@@ -119,7 +119,7 @@ def test_it_has_the_form_of_a_chapter(chapter):
     assert re.match(rf"# {int(chapter.stem[:2])}\. ", opening)
     assert "In this chapter you will" in opening
     assert "You need" in opening
-    assert re.search("On a CPU", opening)
+    assert re.search(r"On\s+a\s+CPU", opening)
     assert any("## What you learned" in cell.source for cell in cells)
     assert ending.startswith("Next")
     assert all(tags(cell) <= TAGS for cell in cells)
