@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import diffusers
 import jax.numpy as jnp
 import pytest
 import transformers
-from diffusers import FlaxStableDiffusionPipeline
+from diffusers import FlaxDiffusionPipeline
 
 import helpers
 from tools import offline
@@ -29,11 +32,15 @@ def checkpoint():
 
 
 @pytest.fixture(scope="session")
-def loaded(checkpoint):
-    """The bundled pipeline and its parameters, in float32."""
-    return FlaxStableDiffusionPipeline.from_pretrained(
-        checkpoint.source, dtype=jnp.float32, safety_checker=None, feature_extractor=None
-    )
+def load():
+    """A function that loads a checkpoint's pipeline, of either architecture, and its parameters, in float32."""
+    settings = {"dtype": jnp.float32, "safety_checker": None, "feature_extractor": None}
+    return lambda checkpoint: FlaxDiffusionPipeline.from_pretrained(checkpoint.source, **settings)
+
+
+@pytest.fixture(scope="session")
+def loaded(load, checkpoint):
+    return load(checkpoint)
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +51,21 @@ def pipeline(loaded):
 @pytest.fixture(scope="session")
 def params(loaded):
     return loaded[1]
+
+
+@pytest.fixture(scope="session")
+def serve():
+    """A context manager in which a handler's class answers on this machine, at the address that it gives."""
+
+    @contextmanager
+    def serve(handler):
+        quiet = type(handler.__name__, (handler,), {"log_message": lambda *_: None})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), quiet)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+    return serve
 
 
 @pytest.fixture(scope="session")

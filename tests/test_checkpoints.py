@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import unquote, urlparse
 
 import jax.numpy as jnp
@@ -40,9 +39,6 @@ REVISIONS |= {"owner/torch-only": {"main"}}
 
 class FakeHub(BaseHTTPRequestHandler):
     """Answers the calls that pick_checkpoint makes as the Hub does, for a handful of repositories."""
-
-    def log_message(self, *_):
-        pass
 
     def refuse(self, status, code):
         self.send_response(status)
@@ -87,11 +83,9 @@ class FakeHub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def hub():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+def hub(serve):
+    with serve(FakeHub) as address:
+        yield address
 
 
 @pytest.fixture

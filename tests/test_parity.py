@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from diffusers import FlaxDiffusionPipeline
 
 from helpers import bundled_checkpoint
 
@@ -23,10 +22,8 @@ def checkpoint(request):
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoint):
-    return FlaxDiffusionPipeline.from_pretrained(
-        checkpoint.source, dtype=jnp.float32, safety_checker=None, feature_extractor=None
-    )
+def loaded(load, checkpoint):
+    return load(checkpoint)
 
 
 @pytest.fixture(scope="module")

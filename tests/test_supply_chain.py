@@ -5,8 +5,7 @@ import json
 import re
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import metadata
 from pathlib import Path
 
@@ -127,7 +126,7 @@ def test_the_audit_names_every_vulnerability_that_nothing_explains():
 
 
 @pytest.fixture
-def service():
+def service(serve):
     """A service that knows two vulnerabilities: of transformers, with a reason in the list, and of pillow, without."""
     known = {"transformers": ("PYSEC-2026-2289", "CVE-2026-4372"), "pillow": ("PYSEC-1999-1", "CVE-1999-1")}
     asked = []
@@ -153,13 +152,8 @@ def service():
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1/query", asked
-    server.shutdown()
+    with serve(Service) as address:
+        yield f"{address}/v1/query", asked
 
 
 def test_pip_audit_reads_the_lock_and_what_it_finds_is_compared_with_the_list(service, capsys):

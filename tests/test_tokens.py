@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ REFUSES = f"raise ConnectionError('no answer for {SECRET}')"
 
 
 @pytest.fixture(scope="module")
-def hub():
+def hub(serve):
     """A Hub that refuses everybody, and keeps what it was shown: its address, and the list of tokens."""
     shown = []
 
@@ -49,13 +48,8 @@ def hub():
 
         do_HEAD = do_GET  # noqa: N815  (a name that http.server looks for)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", shown
-    server.shutdown()
+    with serve(Refuses) as address:
+        yield address, shown
 
 
 def write_module(folder: Path, runtime: str, answer: str) -> None:
