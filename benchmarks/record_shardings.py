@@ -8,7 +8,6 @@ written as soon as it is there.
 import argparse
 import ast
 import datetime
-import importlib.metadata
 import json
 import re
 import sys
@@ -26,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from helpers import tpu
+from helpers.tpu.compiler import versions, write_json
 
 TARGET = Path(__file__).with_name("shardings.json")
 CHAPTER = Path(__file__).parents[1] / "notebooks" / "09_shardings.ipynb"
 CHIP, CHIPS, PIXELS, STEPS = "v5e", 4, 1024, 20
-PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "diffusers", "transformers")
 
 
 def from_chapter(*names: str) -> list:
@@ -114,10 +113,6 @@ def compile_split(pipeline, params, mesh: Mesh) -> dict:
     return answer_of(jax.jit(draw, out_shardings=split).lower(*arguments, scale))
 
 
-def write(found: dict) -> None:
-    TARGET.write_text(json.dumps(found, indent=1) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="*", type=int, help="numbers of chips that share the parameters: 1, 2 or 4")
@@ -130,19 +125,18 @@ def main() -> None:
     devices = tpu.tpu_devices(CHIP, CHIPS)
     pipeline, params = tpu.load_shapes("sdxl")
     work = {"pipeline": "sdxl", "dtype": "bfloat16", "chip": CHIP, "chips": CHIPS, "pixels": PIXELS, "steps": STEPS}
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     found = json.loads(TARGET.read_text()) if TARGET.exists() else {}
-    if found.get("work") != work or found.get("versions") != versions:
-        found = {"work": work, "versions": versions, "compiled": {}}
+    if found.get("work") != work or found.get("versions") != versions():
+        found = {"work": work, "versions": versions(), "compiled": {}}
     meshes = {size: make_mesh(devices, size) for size in (1, 2, 4)}
     found["block"] = {str(size): compile_block(pipeline.unet.config, mesh) for size, mesh in meshes.items()}
     found["parameters"] = {str(size): parameter_bytes(params, mesh) for size, mesh in meshes.items()}
-    write(found)
+    write_json(TARGET, found)
     for size in arguments.model:
         print(f"compiling for {CHIPS // size} row(s) of {size} chip(s) …", file=sys.stderr, flush=True)
         answer = compile_split(pipeline, params, meshes[size])
         found["compiled"][str(size)] = answer | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
-        write(found)
+        write_json(TARGET, found)
         print(answer, file=sys.stderr, flush=True)
 
 

@@ -21,9 +21,7 @@ LEAST_DISK = 2 * GIB
 HUB_TIMEOUT = 5  # seconds
 # What puts the checkpoints back: in a clone, an installation would only point to the files that are missing there.
 _IN_CLONE = (Path(__file__).parents[1] / ".git").exists()
-REPAIR = (
-    "git checkout -- checkpoints" if _IN_CLONE else f"{sys.executable} -m pip install --force-reinstall --no-deps ."
-)
+REPAIR = "git checkout -- checkpoints" if _IN_CLONE else f"{versions.PIP} --force-reinstall --no-deps ."
 
 
 def check_packages() -> Iterator[str]:
@@ -31,8 +29,7 @@ def check_packages() -> Iterator[str]:
     print(f"{'package':<18}{'installed':<14}expected")
     packages = versions.needed_packages()
     if not packages:
-        here = f"`{sys.executable} -m pip install .`"
-        yield f"{versions.DISTRIBUTION} is not installed: in a clone of the course, run {here}"
+        yield f"{versions.DISTRIBUTION} is not installed: in a clone of the course, run `{versions.PIP} .`"
     for package in packages:
         name, expected = package.requirement.name, str(package.requirement.specifier) or "any"
         verdict = "" if package.fits else "   <- problem"

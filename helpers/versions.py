@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from packaging.requirements import Requirement
 
 DISTRIBUTION = "stable-diffusion-jax-course"
+PIP = f"{sys.executable} -m pip install"  # by the Python that runs this: a plain ``pip`` may be another one's
 # Newer ones have no Flax models, or cannot work with one that has: with these, nothing in the course would run.
 _WITH_FLAX = ("diffusers", "transformers", "huggingface-hub")
 
@@ -58,10 +59,7 @@ def require_flax() -> None:
 
 
 def pip_command(packages: list[Package]) -> str:
-    """The command that installs what is needed, by the Python that runs this: a plain ``pip`` may be another one's."""
-    return f"{sys.executable} -m pip install " + " ".join(
-        f'"{package.requirement.name}{package.requirement.specifier}"' for package in packages
-    )
+    return " ".join([PIP, *(f'"{package.requirement.name}{package.requirement.specifier}"' for package in packages)])
 
 
 def _installed_version(name: str) -> str | None:

@@ -26,10 +26,6 @@ from helpers.devices import has_tpu_chips
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "diffusers", "transformers")
 
 
-def _nothing(line: str) -> None:
-    """Where nobody wants to hear of the progress."""
-
-
 @dataclass(frozen=True)
 class Chip:
     """A kind of TPU chip: what it can do at most, and how to ask the compiler for some.

@@ -105,6 +105,8 @@ def load_shapes(name: str, dtype: str = "bfloat16", split_head_dim: bool | None 
     cls_name = index["_class_name"].removeprefix("Flax")
     if cls_name not in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
         raise ValueError(f"{name!r} is a {cls_name}: only Stable Diffusion 1.x and XL have Flax pipelines here.")
+    if split_head_dim is None and name == "sdxl":
+        split_head_dim = True
     parts, params = {}, {}
     for part, entry in index.items():
         if not isinstance(entry, list) or entry[0] not in ("diffusers", "transformers") or part.startswith("tokenizer"):
@@ -121,9 +123,8 @@ def load_shapes(name: str, dtype: str = "bfloat16", split_head_dim: bool | None 
             parts[part] = cls(cls.config_class.from_dict(config), _do_init=False)
             shapes = parts[part].params_shape_tree
         else:
-            layout = (split_head_dim if split_head_dim is not None else True) if name == "sdxl" else split_head_dim
-            if part == "unet" and layout is not None:
-                config["split_head_dim"] = layout
+            if part == "unet" and split_head_dim is not None:
+                config["split_head_dim"] = split_head_dim
             parts[part] = cls.from_config(config, dtype=jnp.dtype(dtype))
             shapes = jax.eval_shape(parts[part].init_weights, jax.random.key(0))
         params[part] = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), shapes)
@@ -160,9 +161,7 @@ def lower_program(program: Program, pipeline, params) -> jax.stages.Lowered:
     ids = _token_ids(pipeline, program.batch * (program.chips if program.parallel == "jit" else 1))
     key = jax.eval_shape(lambda: jax.random.key(0))
     guidance = jax.ShapeDtypeStruct((1,), jnp.float32)
-    static, extra = (3, 4, 5), ()
-    if _is_xl(pipeline):
-        static, extra = (3, 4, 5, 9), (None, ids, False)  # no latents, negative prompts, pictures and not latents
+    static = (3, 4, 5, 9) if _is_xl(pipeline) else (3, 4, 5)
     if program.parallel == "pmap":
         generate = jax.pmap(pipeline._generate, static_broadcasted_argnums=static, devices=devices)
 
@@ -178,8 +177,8 @@ def lower_program(program: Program, pipeline, params) -> jax.stages.Lowered:
             sharding = along if split else everywhere
             return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), tree)
 
-    if extra:
-        extra = (None, place(extra[1], True), False)
+    # No latents, negative prompts, and pictures in the place of latents.
+    extra = (None, place(ids, True), False) if _is_xl(pipeline) else ()
     sizes = picture_size(program, pipeline)
     inputs = (place(ids, True), place(params, False), place(key, False))
     return generate.lower(*inputs, program.steps, *sizes, place(guidance, False), *extra)
