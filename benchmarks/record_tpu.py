@@ -1,14 +1,15 @@
 """Record what the TPU compiler says about Stable Diffusion 1.4 and XL: ``make tpu-report``.
 
-Writes a file to ``benchmarks/tpu`` for each program as soon as its answer is there, and leaves out those that have one.
+Writes a file to ``benchmarks/tpu`` for each program as soon as its answer is there, and leaves out what is recorded.
 Every single compilation is kept in the tool's cache as well, so an interrupted run goes on where it stopped. All of it
 takes many hours on 2 cores: ``--minutes`` and ``--only`` take a part of it.
 """
 
 import argparse
-import dataclasses
+import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import diffusers
@@ -19,37 +20,40 @@ from helpers import tpu
 from helpers.tpu.compiler import write_json
 
 FOLDER = Path(__file__).with_name("tpu")
+REPORT, LARGEST = "report", "largest batch"  # what there is to do about a program
 
 
-def programs() -> dict[str, tuple[tpu.Program, bool]]:
-    """The programs of the report by name, the most useful first; True where the largest batch is to be looked for."""
+def programs() -> dict[str, tpu.Program]:
+    """The programs of the report by name, the most useful first."""
     # The bundled checkpoint compiles in seconds: it shows what chips and steps change (nothing), and what heads do.
     small = {"chips": 8, "steps": 20}
     heads = {"split_head_dim": True}
     variants = {"8-chips": {}, "1-chip": {"chips": 1}, "50-steps": {"steps": 50}, "other-heads": heads}
-    found = {f"shapes-sd-bfloat16-v5e-{n}": (tpu.Program("shapes-sd", **small | v), False) for n, v in variants.items()}
+    found = {f"shapes-sd-bfloat16-v5e-{n}": tpu.Program("shapes-sd", **small | v) for n, v in variants.items()}
     # What was published for SDXL took 20 steps; the step count changes no program's size.
     steps = {"sd": 50, "sdxl": 20}
-    for largest in (False, True):
-        for dtype in ("bfloat16", "float32"):
-            # Published are times of SDXL on v5e and v4, so these come first.
-            for name in ("sd-v5e", "sdxl-v5e", "sdxl-v4", "sd-v6e", "sdxl-v6e", "sd-v4"):
-                model, chip = name.split("-")
-                program = tpu.Program(model, chip, dtype=dtype, steps=steps[model])
-                found[f"{model}-{dtype}-{chip}-{'largest-batch' if largest else 'batch-1'}"] = (program, largest)
-        if not largest:
-            for model in steps:  # attention laid out the other way than usual
-                program = tpu.Program(model, "v5e", steps=steps[model], split_head_dim=model != "sdxl")
-                found[f"{model}-bfloat16-v5e-other-heads"] = (program, False)
+    for dtype in ("bfloat16", "float32"):
+        # Published are times of SDXL on v5e and v4, so these come first.
+        for name in ("sd-v5e", "sdxl-v5e", "sdxl-v4", "sd-v6e", "sdxl-v6e", "sd-v4"):
+            model, chip = name.split("-")
+            found[f"{model}-{dtype}-{chip}"] = tpu.Program(model, chip, dtype=dtype, steps=steps[model])
+    for model in steps:  # attention laid out the other way than usual
+        program = tpu.Program(model, "v5e", steps=steps[model], split_head_dim=model != "sdxl")
+        found[f"{model}-bfloat16-v5e-other-heads"] = program
     return found
 
 
-def record(program: tpu.Program, largest: bool, cache: Path, say) -> dict:
-    found = None
-    if largest:
-        found = tpu.largest_batch(program, cache=cache, say=say)
-        program = dataclasses.replace(program, batch=max(1, found["largest"]))
-    return tpu.compile_report(program, cache=cache, say=say) | {"largest_batch": found}
+def missing(names: Iterable[str], folder: Path) -> list[tuple[str, str]]:
+    """What is left to do, in this order: every program's report, then the real models' largest batches."""
+    every, reports, largest = programs(), [], []
+    for name in names:
+        file = folder / f"{name}.json"
+        if not file.exists():
+            reports.append((name, REPORT))
+        real = every[name].pipeline in ("sd", "sdxl") and every[name].split_head_dim is None
+        if real and not (file.exists() and json.loads(file.read_text())["largest_batch"]):
+            largest.append((name, LARGEST))
+    return reports + largest
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,13 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, default=FOLDER, help="folder of the report (%(default)s)")
     parser.add_argument("--cache", type=Path, default=tpu.default_cache(), help="folder of answers (%(default)s)")
     options = parser.parse_args(arguments)
-    wanted = {name: what for name, what in programs().items() if options.only in name}
-    if not wanted:
+    names = [name for name in programs() if options.only in name]
+    if not names:
         parser.error(f"no program has {options.only!r} in its name; there are {', '.join(programs())}")
-    left = [name for name in wanted if not (options.to / f"{name}.json").exists()]
+    left = missing(names, options.to)
     if options.list:
-        for name in wanted:
-            print(f"{name:<36}{'to do' if name in left else 'recorded'}")
+        for name in names:
+            print(f"{name:<32}{', '.join(what for other, what in left if other == name) or 'nothing'} to do")
         return 0
 
     def say(line: str) -> None:
@@ -83,14 +87,18 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()
     jax.config.update("jax_platforms", "cpu")
     start = time.monotonic()
-    for name in list(left):
-        if options.minutes is not None and time.monotonic() - start > options.minutes * 60:
-            break
-        say(f"== {name}")
-        write_json(options.to / f"{name}.json", record(*wanted[name], options.cache, say))
-        left.remove(name)
-        say(f"recorded; left: {', '.join(left) or 'nothing'}")
-    print(f"{len(wanted) - len(left)} of {len(wanted)} programs are recorded.")
+    while left and (options.minutes is None or time.monotonic() - start < options.minutes * 60):
+        (name, what), *left = left
+        say(f"== {name}: {what}")
+        file, program = options.to / f"{name}.json", programs()[name]
+        if what == REPORT:
+            report = tpu.compile_report(program, cache=options.cache, say=say)
+        else:
+            found = tpu.largest_batch(program, cache=options.cache, say=say)
+            report = json.loads(file.read_text()) | {"largest_batch": found}
+        write_json(file, report)
+        say(f"recorded; left: {', '.join(f'{name} ({what})' for name, what in left) or 'nothing'}")
+    print(f"Left to do: {len(left)}.")
     return 0
 
 

@@ -114,7 +114,7 @@ def test_a_program_that_does_not_fit_is_reported_without_parts(monkeypatch):
     report = tpu.compile_report(tpu.Program("shapes-sd", steps=2))
     assert report["verdict"] == "It does not fit. The compiler: RESOURCE_EXHAUSTED: Ran out of memory"
     assert report["parts"] == []
-    validate(report | {"largest_batch": None})
+    validate(report)
     assert "It does not fit" in tpu.text_of(report)
     assert "no" in tpu.table_of([report]).splitlines()[1].split()
 
@@ -123,10 +123,11 @@ def test_a_program_that_does_not_fit_is_reported_without_parts(monkeypatch):
 @pytest.mark.parametrize("bend", [0.0, 0.15, -0.15])
 def test_the_largest_batch_is_confirmed_at_n_and_n_plus_1(monkeypatch, each, expected, bend):
     def answer(program, **_):
-        needs = (1 + each * program.batch) * 2**30
+        needs = each * program.batch * 2**30
         # Prediction is exact without a bend; with one, later pictures need more or less than the first two.
-        fits = needs * (1 + bend * (program.batch > 2)) <= 15.75 * 2**30
-        return {"fits": fits, "hbm": {"all": needs}}
+        fits = 2**30 + needs * (1 + bend * (program.batch > 2)) <= 15.75 * 2**30
+        hbm = {"parameters": 2**29, "temporaries": needs, "program": 2**29, "output": 0}
+        return {"fits": fits, "hbm": hbm if fits else None, "compile_seconds": 1.0}
 
     monkeypatch.setattr(reports, "memory_report", answer)
     monkeypatch.setattr(reports, "usable_hbm", lambda chip: int(15.75 * 2**30))
@@ -254,11 +255,21 @@ def test_a_recorded_report_fits_the_schema(file):
 
 @each_report
 def test_a_recorded_report_is_on_the_program_of_its_name(file):
-    program, largest = record_tpu.programs()[file.stem]
+    program = record_tpu.programs()[file.stem]
     report = json.loads(file.read_text())
     for name in ("pipeline", "chip", "chips", "dtype", "steps", "parallel"):
         assert report["program"][name] == getattr(program, name)
-    assert largest == (report["largest_batch"] is not None)
+    assert report["program"]["batch"] == 1
+
+
+@each_report
+def test_a_recorded_largest_batch_is_confirmed(file):
+    found = json.loads(file.read_text())["largest_batch"]
+    if found is None:
+        return
+    tried = {entry["batch"]: entry["fits"] for entry in found["tried"]}
+    assert not tried[found["largest"] + 1]
+    assert found["largest"] == 0 or tried[found["largest"]]
 
 
 @each_report
@@ -283,15 +294,28 @@ def test_recorded_operations_add_up_to_the_whole(file):
     assert report["least_seconds"] == pytest.approx(sum(part["least_seconds"] for part in report["parts"]))
 
 
-def test_the_most_useful_programs_are_recorded_first():
-    real = [name for name in record_tpu.programs() if not name.startswith("shapes")]
-    assert real[:3] == ["sd-bfloat16-v5e-batch-1", "sdxl-bfloat16-v5e-batch-1", "sdxl-bfloat16-v4-batch-1"]
-    assert all(name.endswith("largest-batch") for name in real[-12:])
+def test_the_most_useful_is_recorded_first(tmp_path):
+    left = record_tpu.missing(record_tpu.programs(), tmp_path)
+    real = [(name, what) for name, what in left if not name.startswith("shapes")]
+    reports = [(name, "report") for name in ("sd-bfloat16-v5e", "sdxl-bfloat16-v5e", "sdxl-bfloat16-v4")]
+    assert real[:3] == reports
+    assert real[-12:] == [(name, "largest batch") for name, _ in real[:12]]
 
 
-def test_the_recorder_names_what_is_recorded_and_what_is_not(capsys, tmp_path):
+def test_the_recorder_names_what_is_left_to_do(capsys, tmp_path):
     assert record_tpu.main(["--list", "--to", str(tmp_path)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == len(record_tpu.programs())
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(record_tpu.programs())
+    assert sum("report, largest batch to do" in line for line in listed) == 12
     assert record_tpu.main(["--minutes", "0", "--to", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith("0 of ")
+    assert capsys.readouterr().out == f"Left to do: {len(listed) + 12}.\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
+    found = {"largest": 0, "predicted": None, "tried": []}
+    monkeypatch.setattr(tpu, "tpu_devices", lambda: None)
+    monkeypatch.setattr(tpu, "largest_batch", lambda *_, **__: found)
+    monkeypatch.setattr(tpu, "compile_report", lambda program, **_: {"of": program.chip, "largest_batch": None})
+    assert record_tpu.main(["--only", "sdxl-float32-v4", "--to", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "sdxl-float32-v4.json").read_text()) == {"of": "v4", "largest_batch": found}

@@ -19,13 +19,13 @@ from pathlib import Path
 import nbformat
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from helpers import tpu
 from tools.lock import PYTHONS, locked_versions, named_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 EXECUTED = ROOT / "build" / "chapters"  # where make run and the tests leave them
 SITE = ROOT / "build" / "site"
-TPU_REPORTS = ROOT / "benchmarks" / "tpu"
 MIB, GIB = 2**20, 2**30
 FOLDED = {"setup", "solution"}
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -193,20 +193,18 @@ def cell_seconds(cell) -> float:
 
 def tpu_report() -> str:
     """A table of what the TPU compiler said, if anybody has asked it."""
-    reports = [json.loads(path.read_text()) for path in sorted(TPU_REPORTS.glob("*.json"))]
+    reports = tpu.recorded_reports()
     if not reports:
         return "No answers have been recorded yet: `benchmarks/tpu` holds none."
-    kinds = ("parameters", "temporaries", "program", "output")
-    rows = [f"| program | fits | {' | '.join(kinds)} | a picture takes at least |", "| --- | --- |" + " ---: |" * 5]
+    rows = [
+        f"| program | fits | {' | '.join(tpu.KINDS)} | a picture takes at least |",
+        "| --- | --- |" + " ---: |" * 5,
+    ]
     for report in reports:
-        program = report["program"]
-        name = f"{program['pipeline']}, {program['height']} × {program['width']}, {program['steps']} steps, "
-        name += f"{program['dtype']}, {program['chips']} {program['chip']}, batch {program['batch']}"
-        if program["split_head_dim"] != (program["pipeline"] == "sdxl"):
-            name += ", attention laid out the other way"
-        sizes = [f"{report['hbm'][kind] / MIB:,.1f}" if report["hbm"] else "" for kind in kinds]
-        least = f"{report['least_seconds_per_picture']:.3g} s" if report["fits"] else ""
-        rows.append(f"| {name} | {'yes' if report['fits'] else 'no'} | {' | '.join(sizes)} | {least} |")
+        for name, hbm, least, _ in tpu.rows_of(report):
+            sizes = [f"{hbm[kind] / MIB:,.1f}" if hbm else "" for kind in tpu.KINDS]
+            shortest = f"{least:.3g} s" if least else ""
+            rows.append(f"| {name} | {'yes' if hbm else 'no'} | {' | '.join(sizes)} | {shortest} |")
     dates = sorted({report["date"] for report in reports})
     compilers = sorted({report["versions"]["libtpu"] for report in reports})
     rows += [

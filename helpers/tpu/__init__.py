@@ -7,17 +7,20 @@ follow from a pipeline's configuration files, so no weights are needed either.
 from helpers.tpu.compiler import CHIPS, Chip, ask_compiler, default_cache, require_compiler, tpu_devices, usable_hbm
 from helpers.tpu.programs import Program, load_shapes, lower_parts, lower_program, tree_bytes
 from helpers.tpu.reports import (
+    KINDS,
     compile_report,
     largest_batch,
     least_seconds,
     memory_report,
     recorded_reports,
+    rows_of,
     table_of,
     text_of,
 )
 
 __all__ = [
     "CHIPS",
+    "KINDS",
     "Chip",
     "Program",
     "ask_compiler",
@@ -31,6 +34,7 @@ __all__ = [
     "memory_report",
     "recorded_reports",
     "require_compiler",
+    "rows_of",
     "table_of",
     "text_of",
     "tpu_devices",

@@ -9,6 +9,7 @@ from helpers.tpu.compiler import CHIPS, ask_compiler, usable_hbm, versions
 from helpers.tpu.programs import Program, load_shapes, lower_parts, lower_program, picture_size, tree_bytes
 
 GIB = 2**30
+KINDS = ("parameters", "temporaries", "program", "output")  # of what lies in HBM
 # Installed from a wheel, the recorded reports lie inside the package; in a clone of the repository, beside it.
 _RECORDED = (Path(__file__).parents[1] / "recorded", Path(__file__).parents[2] / "benchmarks" / "tpu")
 
@@ -34,7 +35,7 @@ def memory_report(program: Program, *, cache: Path | None = None, say=lambda lin
     if answer["fits"]:
         memory = answer["memory"]
         hbm = {"parameters": memory["arguments"] + memory["unread"]}
-        hbm |= {kind: memory[kind] for kind in ("temporaries", "program", "output")}
+        hbm |= {kind: memory[kind] for kind in KINDS[1:]}
         peak = memory["peak"]
         verdict = f"It fits: its parts take {sum(hbm.values()) / GIB:.2f} GiB on each chip, of {usable / GIB:.2f} GiB."
     else:
@@ -82,6 +83,7 @@ def compile_report(program: Program, *, cache: Path | None = None, say=lambda li
         "parts": [],
         "least_seconds": None,
         "least_seconds_per_picture": None,
+        "largest_batch": None,
     }
     if not report["fits"]:
         return report
@@ -100,32 +102,37 @@ def compile_report(program: Program, *, cache: Path | None = None, say=lambda li
 
 
 def largest_batch(program: Program, *, cache: Path | None = None, say=lambda line: None) -> dict:
-    """Find the largest batch that fits: predicted from batches 1 and 2, and confirmed at n and n + 1.
+    """Find the largest batch that fits: predicted from two compilations, and confirmed at n and n + 1.
+
+    The first compilation is that of batch 1. The second is of the batch that would just fit if everything but the
+    parameters and the program grew with it; a line through both gives n.
 
     Returns
     -------
     dict
-        ``largest`` (0 if not even one picture fits), ``predicted`` (None where two do not fit), and ``tried``: for each
-        batch whether it fits, and the bytes of its parts (None if the compiler refused it).
+        ``largest`` (0 if not even one picture fits), ``predicted`` (None unless both of them fit), and ``tried``: for
+        each batch whether it ``fits``, the ``hbm`` of each kind in bytes (None if not), and ``compile_seconds``.
     """
-    tried = {}
+    tried, usable = {}, usable_hbm(program.chip)
 
     def fits(batch: int) -> bool:
         if batch not in tried:
             answer = memory_report(dataclasses.replace(program, batch=batch), cache=cache, say=say)
-            needs = sum(answer["hbm"].values()) if answer["fits"] else None
-            tried[batch] = {"batch": batch, "fits": answer["fits"], "needs": needs}
+            tried[batch] = {"batch": batch} | {key: answer[key] for key in ("fits", "hbm", "compile_seconds")}
         return tried[batch]["fits"]
+
+    def needs(batch: int) -> int:
+        return sum(tried[batch]["hbm"].values())
 
     largest, predicted = 0, None
     if fits(1):
-        largest = 1
-        if fits(2):
-            each = max(1, tried[2]["needs"] - tried[1]["needs"])
-            predicted = max(2, 2 + (usable_hbm(program.chip) - tried[2]["needs"]) // each)
-            largest = predicted
-            while not fits(largest):
-                largest -= 1
+        fixed = tried[1]["hbm"]["parameters"] + tried[1]["hbm"]["program"]
+        largest = max(2, (usable - fixed) // (needs(1) - fixed))
+        if fits(largest):
+            each = max(1, (needs(largest) - needs(1)) // (largest - 1))
+            largest = predicted = largest + max(0, usable - needs(largest)) // each
+        while not fits(largest):
+            largest -= 1
         while fits(largest + 1):
             largest += 1
     return {"largest": largest, "predicted": predicted, "tried": [tried[batch] for batch in sorted(tried)]}
@@ -145,7 +152,7 @@ def text_of(report: dict) -> str:
         f"on each of {p['chips']} {p['chip']} chip(s), by {p['parallel']}",
         report["verdict"],
     ]
-    if found := report.get("largest_batch"):
+    if found := report["largest_batch"]:
         said = "None fits: not even one picture at a time." if found["largest"] == 0 else f"It is {found['largest']}"
         if found["predicted"]:
             said += f" ({found['predicted']} was predicted)."
@@ -174,16 +181,30 @@ def text_of(report: dict) -> str:
 
 def table_of(reports: list[dict]) -> str:
     """Reports as a table of text, a line for each: MiB on each chip by kind, and the least seconds for a picture."""
-    kinds = ("parameters", "temporaries", "program", "output")
-    head = "".join(f"{kind:>12}" for kind in kinds)
+    head = "".join(f"{kind:>12}" for kind in KINDS)
     lines = [f"{'(memory in MiB on each chip)':<63}{'fits':<5}{head}{'least':>11}{'compiled':>10}"]
     for report in reports:
-        p = report["program"]
-        name = f"{p['pipeline']} {p['height']}×{p['width']}, {p['steps']} steps, {p['dtype']}, "
-        name += f"{p['chips']} {p['chip']}, batch {p['batch']}"
-        name += "" if p["split_head_dim"] == (p["pipeline"] == "sdxl") else ", heads"
-        sizes = "".join(f"{report['hbm'][kind] / 2**20:>12,.1f}" if report["hbm"] else f"{'-':>12}" for kind in kinds)
-        least = f"{report['least_seconds_per_picture']:.3g} s" if report["fits"] else "-"
-        fits = "yes" if report["fits"] else "no"
-        lines.append(f"{name:<63}{fits:<5}{sizes}{least:>11}{report['compile_seconds']:>8.0f} s")
+        for name, hbm, least, seconds in rows_of(report):
+            sizes = "".join(f"{hbm[kind] / 2**20:>12,.1f}" if hbm else f"{'-':>12}" for kind in KINDS)
+            shortest = f"{least:.3g} s" if least else "-"
+            lines.append(f"{name:<63}{'yes' if hbm else 'no':<5}{sizes}{shortest:>11}{seconds:>8.0f} s")
     return "\n".join(lines)
+
+
+def rows_of(report: dict) -> list[tuple[str, dict | None, float | None, float]]:
+    """The rows of a report in a table: one for its program, and one for the largest batch, if it was looked for.
+
+    Each is a name, the bytes of HBM by kind (None: it does not fit), the least seconds for a picture, if they were
+    counted, and the seconds that the compiler took.
+    """
+    p, found = report["program"], report["largest_batch"]
+    name = f"{p['pipeline']} {p['height']}×{p['width']}, {p['steps']} steps, {p['dtype']}, {p['chips']} {p['chip']}, "
+    heads = "" if p["split_head_dim"] == (p["pipeline"] == "sdxl") else ", other heads"
+    least = report["least_seconds_per_picture"]
+    rows = [(f"{name}batch {p['batch']}{heads}", report["hbm"], least, report["compile_seconds"])]
+    for other in found["tried"] if found else []:
+        if other["batch"] == found["largest"] > p["batch"]:
+            rows.append(
+                (f"{name}batch {other['batch']}, the largest{heads}", other["hbm"], None, other["compile_seconds"])
+            )
+    return rows
