@@ -18,6 +18,7 @@ import pytest
 from bs4 import BeautifulSoup
 
 import helpers
+from helpers.tpu import reports
 from tools import build_site, inventories, publish
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,7 +231,7 @@ def test_links_follow_a_page_that_moves(tmp_path):
 
 
 def test_the_report_says_that_there_is_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(build_site, "TPU_REPORTS", tmp_path)
+    monkeypatch.setattr(reports, "_RECORDED", (tmp_path,))
     assert "holds none" in build_site.tpu_report()
     program = {
         "pipeline": "sd",
@@ -247,14 +248,25 @@ def test_the_report_says_that_there_is_none(monkeypatch, tmp_path):
         "hbm": hbm,
         "fits": True,
         "least_seconds_per_picture": 1.5,
+        "compile_seconds": 9.0,
+        "largest_batch": None,
         "date": "2026-11-21",
         "versions": {"libtpu": "0.0.42.1"},
     }
     (tmp_path / "sd.json").write_text(json.dumps(report))
-    (tmp_path / "too-large.json").write_text(json.dumps(report | {"fits": False, "hbm": None}))
+    tried = [
+        {"batch": batch, "fits": batch < 3, "hbm": hbm if batch < 3 else None, "compile_seconds": 9.0}
+        for batch in (1, 2, 3)
+    ]
+    largest = {"largest": 2, "predicted": 2, "tried": tried}
+    (tmp_path / "searched.json").write_text(json.dumps(report | {"largest_batch": largest}))
+    refused = {"fits": False, "hbm": None, "least_seconds_per_picture": None}
+    (tmp_path / "too-large.json").write_text(json.dumps(report | refused))
     table = build_site.tpu_report()
-    assert "| sd, 512 × 512, 50 steps, bfloat16, 8 v5e, batch 1 | yes | 2,048.0 | 1.0 | 1.5 | 0.0 | 1.5 s |" in table
-    assert "| sd, 512 × 512, 50 steps, bfloat16, 8 v5e, batch 1 | no |  |  |  |  |  |" in table
+    name, sizes = "| sd 512×512, 50 steps, bfloat16, 8 v5e, batch", "yes | 2,048.0 | 1.0 | 1.5 | 0.0"
+    assert table.count(f"{name} 1 | {sizes} | 1.5 s |") == 2
+    assert f"{name} 2, the largest | {sizes} |  |" in table
+    assert f"{name} 1 | no |  |  |  |  |  |" in table
     assert "Asked of libtpu 0.0.42.1" in table
 
 
