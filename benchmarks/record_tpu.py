@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import diffusers
@@ -43,14 +42,14 @@ def programs() -> dict[str, tpu.Program]:
     return found
 
 
-def missing(names: Iterable[str], folder: Path) -> list[tuple[str, str]]:
+def missing(wanted: dict[str, tpu.Program], folder: Path) -> list[tuple[str, str]]:
     """What is left to do, in this order: every program's report, then the real models' largest batches."""
-    every, reports, largest = programs(), [], []
-    for name in names:
+    reports, largest = [], []
+    for name, program in wanted.items():
         file = folder / f"{name}.json"
         if not file.exists():
             reports.append((name, REPORT))
-        real = every[name].pipeline in ("sd", "sdxl") and every[name].split_head_dim is None
+        real = program.pipeline in ("sd", "sdxl") and program.split_head_dim is None
         if real and not (file.exists() and json.loads(file.read_text())["largest_batch"]):
             largest.append((name, LARGEST))
     return reports + largest
@@ -66,13 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, default=FOLDER, help="folder of the report (%(default)s)")
     parser.add_argument("--cache", type=Path, default=tpu.default_cache(), help="folder of answers (%(default)s)")
     options = parser.parse_args(arguments)
-    names = [name for name in programs() if options.only in name]
-    if not names:
+    wanted = {name: program for name, program in programs().items() if options.only in name}
+    if not wanted:
         parser.error(f"no program has {options.only!r} in its name; there are {', '.join(programs())}")
-    left = missing(names, options.to)
+    left = missing(wanted, options.to)
     if options.list:
-        for name in names:
-            print(f"{name:<32}{', '.join(what for other, what in left if other == name) or 'nothing'} to do")
+        for name in wanted:
+            print(f"{name:<36}{', '.join(what for other, what in left if other == name) or 'nothing'} to do")
         return 0
 
     def say(line: str) -> None:
@@ -90,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     while left and (options.minutes is None or time.monotonic() - start < options.minutes * 60):
         (name, what), *left = left
         say(f"== {name}: {what}")
-        file, program = options.to / f"{name}.json", programs()[name]
+        file, program = options.to / f"{name}.json", wanted[name]
         if what == REPORT:
             report = tpu.compile_report(program, cache=options.cache, say=say)
         else:
