@@ -182,12 +182,12 @@ def text_of(report: dict) -> str:
 def table_of(reports: list[dict]) -> str:
     """Reports as a table of text, a line for each: MiB on each chip by kind, and the least seconds for a picture."""
     head = "".join(f"{kind:>12}" for kind in KINDS)
-    lines = [f"{'(memory in MiB on each chip)':<63}{'fits':<5}{head}{'least':>11}{'compiled':>10}"]
+    lines = [f"{'(memory in MiB on each chip)':<66}{'fits':<5}{head}{'least':>11}{'compiled':>10}"]
     for report in reports:
         for name, hbm, least, seconds in rows_of(report):
             sizes = "".join(f"{hbm[kind] / 2**20:>12,.1f}" if hbm else f"{'-':>12}" for kind in KINDS)
             shortest = f"{least:.3g} s" if least else "-"
-            lines.append(f"{name:<63}{'yes' if hbm else 'no':<5}{sizes}{shortest:>11}{seconds:>8.0f} s")
+            lines.append(f"{name:<66}{'yes' if hbm else 'no':<5}{sizes}{shortest:>11}{seconds:>8.0f} s")
     return "\n".join(lines)
 
 
