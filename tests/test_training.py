@@ -88,6 +88,12 @@ def test_the_judge_reads_rendered_scenes(rng):
     assert fidelity.share(right) >= 0.99
 
 
+def test_the_judge_does_not_take_a_haze_that_nobody_sees_for_a_shape(rng):
+    scene = scenes.Scene("small", "purple", "cross", "red", x=0.3, y=0.7, radius=0.16)
+    hazy = (scenes.render(scene).astype(float) + rng.normal(0, 4, (64, 64, 3))).clip(0, 255).astype(np.uint8)
+    assert (fidelity.read(hazy).size, fidelity.read(hazy).shape) == ("small", "cross")
+
+
 def test_the_judge_measures_place_and_tilt(rng):
     for _ in range(50):
         scene = scenes.random_scene(rng, "red", "arrow", "white")

@@ -21,7 +21,7 @@ from training import autoencoder, card, convert, diffusion, scenes, sd, sdxl, to
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINTS = ROOT / "checkpoints"
-AUTOENCODER_STEPS = 4_000
+AUTOENCODER_STEPS = 3_000
 SEED = 0
 # The checkpoints of a recipe: what is appended to its name, and the type in which the parameters are stored.
 PUBLISHED = {"shapes-sd": {"": "float32", "-bf16": "bfloat16"}, "shapes-sdxl": {"": "float32"}}
@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "training", help="folder to resume from")
     parser.add_argument("--to", type=Path, default=CHECKPOINTS, help="folder for the checkpoints")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="compile the UNets: faster, needs a C++ compiler")
     parser.add_argument("--shorten", type=int, default=1, metavar="N", help="an Nth of all steps, to try the way out")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -41,16 +42,15 @@ def main() -> None:
     vae, vae_log = autoencoder.train(work, steps=AUTOENCODER_STEPS // arguments.shorten, seed=SEED, device=device)
     parts = None
     for recipe in (sd.RECIPE, sdxl.RECIPE):  # the second starts from the first
-        rounds = tuple(
-            replace(r, steps=r.steps // arguments.shorten, cooldown=r.cooldown // arguments.shorten)
-            for r in recipe.rounds
+        shorter = replace(recipe, **{k: getattr(recipe, k) // arguments.shorten for k in ("steps", "cooldown")})
+        parts, log = diffusion.train(
+            shorter, vae, words, work, earlier=parts, seed=SEED, device=device, compiled=arguments.compile
         )
-        parts, logs = diffusion.train(recipe, vae, words, work, rounds=rounds, earlier=parts, seed=SEED, device=device)
         record = {
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device.type}",
             "torch": torch.__version__,
             "autoencoder": vae_log,
-            "diffusion": logs,
+            "diffusion": log,
         }
         publish(recipe, vae.cpu(), parts.cpu(), words, record, work, arguments.to)
 

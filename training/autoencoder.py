@@ -1,19 +1,24 @@
 """The autoencoder of the bundled checkpoints: 64-pixel scenes to 8x8 latents with 4 channels, and back."""
 
+import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from torch import nn
+from torch.nn import functional
 
 from training import scenes
-from training.loop import WARMUP, fit
+from training.loop import fit
 
 PIXELS = 64
 POOL = 40_000  # rendered once; each picture is seen about three times
 BATCH = 32
-KL_WEIGHT = 1e-5
+LATENT_NOISE = 0.5  # of the latents' own spread: the most that is added to them before they are decoded
+SMALL_SHARE = 3.0  # how often a small shape is seen, for one of another size: it is the hardest
+EDGE_WEIGHT = 0.4  # of the error at the edges, which make a star a star: as much for a small one as for a large one
 CONFIG = {
     "sample_size": PIXELS,
     "latent_channels": 4,
@@ -31,23 +36,35 @@ def to_signed(pictures: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def render_pool(count: int, seed: int) -> np.ndarray:
-    return np.stack([scenes.render(scene, PIXELS) for scene in scenes.training_scenes(count, seed)])
+def at_edges(pictures: torch.Tensor) -> torch.Tensor:
+    """1 where the colour changes within a pixel's distance, 0 elsewhere: shape (n, 1, h, w)."""
+    around = partial(functional.max_pool2d, kernel_size=3, stride=1, padding=1)
+    return ((around(pictures) + around(-pictures)).amax(1, keepdim=True) > 0.1).float()
 
 
 def train(folder: Path, *, steps: int, seed: int, device: torch.device) -> tuple[AutoencoderKL, dict]:
-    """Train the autoencoder; its posterior mean has zero mean and unit, uncorrelated channels afterwards."""
+    """Train the autoencoder; its posterior mean has zero mean and unit, uncorrelated channels afterwards.
+
+    It decodes noisy latents: scenes that differ then lie apart, and what diffusion gets slightly wrong is put right
+    (latent denoising, https://arxiv.org/abs/2507.15856).
+    """
     torch.manual_seed(seed)
-    pool = render_pool(POOL, seed)
+    drawn = scenes.training_scenes(POOL, seed)
+    pool = np.stack([scenes.render(scene, PIXELS) for scene in drawn])
+    shares = torch.tensor([SMALL_SHARE if scene.size == "small" else 1.0 for scene in drawn])
 
     def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
-        index = torch.randint(len(pool), (BATCH,), generator=generator)
+        index = torch.multinomial(shares, BATCH, generator=generator)
         pictures = to_signed(pool[index.numpy()]).to(device)
-        posterior = model.encode(pictures).latent_dist
-        noise = torch.randn(posterior.mean.shape, generator=generator).to(device)
-        error = model.decode(posterior.mean + posterior.std * noise).sample.float() - pictures
+        latents = model.encode(pictures).latent_dist.mean.float()
+        std, mean = torch.std_mean(latents, dim=(0, 2, 3), keepdim=True)
+        noise = torch.randn(latents.shape, generator=generator).to(device)
+        level = LATENT_NOISE * torch.rand((BATCH, 1, 1, 1), generator=generator).to(device)
+        error = model.decode((latents - mean) / std + level * noise).sample.float() - pictures
         # The squared error is what PSNR measures; the absolute one keeps pushing on flat areas that are almost right.
-        return error.square().mean() + 0.1 * error.abs().mean() + KL_WEIGHT * posterior.kl().mean() / noise[0].numel()
+        error = (error.square() + 0.1 * error.abs()).mean(1, keepdim=True)
+        edges = at_edges(pictures)
+        return error.mean() + EDGE_WEIGHT * ((error * edges).sum((1, 2, 3)) / edges.sum((1, 2, 3))).mean()
 
     model, log = fit(
         AutoencoderKL(**CONFIG),
@@ -55,8 +72,8 @@ def train(folder: Path, *, steps: int, seed: int, device: torch.device) -> tuple
         name="autoencoder",
         folder=folder,
         steps=steps,
-        peak_lr=1e-3,
-        cooldown=steps - WARMUP,
+        peak_lr=2e-3,
+        cooldown=steps * 2 // 3,
         seed=seed,
         device=device,
     )
@@ -66,29 +83,27 @@ def train(folder: Path, *, steps: int, seed: int, device: torch.device) -> tuple
 
 @torch.no_grad()
 def normalize_latents(model: AutoencoderKL, pictures: torch.Tensor) -> None:
-    """Whiten the latents' channels, exactly, by changing the two 1x1 convolutions around them.
+    """Put into the weights what training did to the latents, and whiten their channels, exactly.
 
-    Diffusion starts from white noise; channels of one size and without correlation are what it learns fastest.
+    Both are changes of the two 1x1 convolutions around the latents. Diffusion starts from white noise; channels of one
+    size and without correlation are what it learns fastest.
     """
     latents = torch.cat([model.encode(batch).latent_dist.mean for batch in pictures.split(256)])
     channels = latents.transpose(0, 1).flatten(1).double()
-    mean = channels.mean(1)
-    eigenvalues, basis = torch.linalg.eigh(torch.cov(channels))
-    whiten = basis.T / eigenvalues.sqrt()[:, None]
-    unwhiten = torch.linalg.inv(whiten)
+    std, mean = torch.std_mean(channels, dim=1)
+    eigenvalues, basis = torch.linalg.eigh(torch.corrcoef(channels))
+    whiten = basis.T / eigenvalues.sqrt()[:, None] / std
+    unwhiten = basis * eigenvalues.sqrt()
 
     n = len(mean)
     encoded, decoded = model.quant_conv, model.post_quant_conv
     weight, bias = encoded.weight.double(), encoded.bias.double()
-    # The first n outputs are the mean. The log-variances, the other n, keep their meaning only channel by channel;
-    # nothing samples from them after training, so they stay as they are.
-    weight[:n] = torch.einsum("ij,jkhw->ikhw", whiten, weight[:n])
-    bias[:n] = whiten @ (bias[:n] - mean)
+    # The first n outputs are the mean; the other n, the log-variances, say what noise the decoder has seen.
+    weight = torch.cat([torch.einsum("ij,jkhw->ikhw", whiten, weight[:n]), torch.zeros_like(weight[n:])])
+    bias = torch.cat([whiten @ (bias[:n] - mean), torch.full_like(bias[n:], 2 * math.log(LATENT_NOISE / 2))])
     encoded.weight.copy_(weight)
     encoded.bias.copy_(bias)
-    weight = decoded.weight.double()
-    decoded.bias.copy_(decoded.bias.double() + weight[:, :, 0, 0] @ mean)
-    decoded.weight.copy_(torch.einsum("ikhw,kj->ijhw", weight, unwhiten))
+    decoded.weight.copy_(torch.einsum("ikhw,kj->ijhw", decoded.weight.double(), unwhiten))
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ training never saw them. After `make .venv-train/installed`, this command gives 
 | part | parameters | steps | batch | time |
 | --- | --- | --- | --- | --- |
 | autoencoder | {vae_parameters:,} | {vae_steps:,} | {vae_batch} | {vae_minutes:.0f} min |
-| UNet | {unet_parameters:,} | {steps_done} | {batch} | {minutes} min |
+| UNet | {unet_parameters:,} | {unet_steps:,} | {batch} | {unet_minutes:.0f} min |
 {text_rows}
 
 Machine: {machine}; PyTorch {torch}, bfloat16 autocast. The times are those of this run, on a machine that had other
@@ -201,11 +201,11 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             vae_parameters=record["parameters"]["vae"],
             unet_parameters=record["parameters"]["unet"],
             vae_steps=record["autoencoder"]["steps"][-1],
-            steps_done=" + ".join(f"{log['steps'][-1]:,}" for log in record["diffusion"]),
+            unet_steps=record["diffusion"]["steps"][-1],
             vae_batch=autoencoder.BATCH,
             batch=diffusion.BATCH,
             vae_minutes=record["autoencoder"]["seconds"] / 60,
-            minutes=" + ".join(f"{log['seconds'] / 60:.0f}" for log in record["diffusion"]),
+            unet_minutes=record["diffusion"]["seconds"] / 60,
             machine=record["machine"],
             torch=record["torch"].split("+")[0],
             psnr=np.mean(record["psnr"]),
@@ -225,12 +225,8 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             empty=diffusion.EMPTY_CAPTIONS,
         )
         (folder / name / "README.md").write_text(text, encoding="utf-8")
-        first, *rest = record["diffusion"]
-        title = "UNet, round 1" if rest else "UNet"
         curves = {"autoencoder": record["autoencoder"]} if about.own_autoencoder else {}
-        draw_losses(curves | {title: first}, folder / name / "loss.png")
-        if rest:
-            draw_losses({f"UNet, round {k}": log for k, log in enumerate(rest, 2)}, folder / name / "loss-round-2.png")
+        draw_losses(curves | {"UNet": record["diffusion"]}, folder / name / "loss.png")
 
 
 def draw_losses(logs: dict[str, dict], file: Path) -> None:

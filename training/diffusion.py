@@ -5,7 +5,7 @@ What differs between them is a ``Recipe``: ``training/sd.py`` and ``training/sdx
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -28,19 +28,11 @@ BATCH = 128
 EMPTY_CAPTIONS = 0.1  # what the pipeline's unconditional half sees
 FULL_CAPTIONS = 0.5
 DROPPED_ATTRIBUTES = 0.35  # of each attribute in the remaining captions
-MIDDLE = (100, 600)  # the timesteps, of 1000, in which a picture gets its shape
+PEAK_LR = 2e-3
+MIDDLE = (100, 600)  # the timesteps, of 1000, in which a picture gets its shape: every other one is drawn from them
 # Stable Diffusion's own betas end at a signal-to-noise ratio that leaks the mean colour; these come nearer to noise.
 # At so much noise, predicting the velocity keeps the picture in the loss, which predicting the noise does not.
 NOISE = {"beta_schedule": "linear", "beta_start": 1e-4, "beta_end": 0.02, "prediction_type": "v_prediction"}
-
-
-@dataclass(frozen=True)
-class Round:
-    """One run of the training loop. The next one starts from its averaged weights, with a fresh optimizer."""
-
-    steps: int
-    cooldown: int  # steps at the end of it
-    emphasis: bool  # whether every other timestep is drawn from MIDDLE
 
 
 @dataclass(frozen=True)
@@ -55,6 +47,8 @@ class Recipe:
         The pictures' width and height; the latents have an eighth of it.
     pool : int
         The number of scenes to train on.
+    steps, cooldown : int
+        Of training, and those at the end of it in which the learning rate falls to zero.
     build : callable
         From the tokenizer to the parts: a ``unet``, and whatever ``condition`` needs.
     condition : callable
@@ -65,7 +59,8 @@ class Recipe:
     name: str
     pixels: int
     pool: int
-    rounds: tuple[Round, ...]
+    steps: int
+    cooldown: int
     build: Callable[[CLIPTokenizer], nn.ModuleDict]
     condition: Callable[[nn.ModuleDict, torch.Tensor, list[str], torch.Generator], dict]
 
@@ -110,12 +105,15 @@ def train(
     tokenizer: CLIPTokenizer,
     folder: Path,
     *,
-    rounds: tuple[Round, ...] | None = None,
     earlier: nn.ModuleDict | None = None,
     seed: int,
     device: torch.device,
-) -> tuple[nn.ModuleDict, list[dict]]:
-    """Train the recipe's parts, from an earlier model's where they agree; returns them with a log of each round."""
+    compiled: bool = False,
+) -> tuple[nn.ModuleDict, dict]:
+    """Train the recipe's parts, from an earlier model's where they agree; returns them with a log of the losses.
+
+    ``compiled``: by ``torch.compile``, which needs a C++ compiler on a CPU.
+    """
     torch.manual_seed(seed)
     pool = scenes.training_scenes(recipe.pool, POOL_SEED)
     latents = encode_pool(autoencoder.to(device), pool, recipe.pixels, folder, device)
@@ -129,35 +127,31 @@ def train(
     def token_ids(text: str) -> list[int]:
         return tokenizer(text, padding="max_length", max_length=tokenizer.model_max_length).input_ids
 
-    def loss_of(model: nn.Module, generator: torch.Generator, emphasis: bool) -> torch.Tensor:
+    def loss_of(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
         index = torch.randint(len(pool), (BATCH,), generator=generator)
         captions = [scenes.caption(**random_attributes(pool[i], generator)) for i in index.tolist()]
         ids = torch.tensor([token_ids(text) for text in captions], device=device)
         noise = torch.randn((BATCH, *latents.shape[1:]), generator=generator).to(device)
         # One timestep from each of BATCH equal intervals: the same mean as independent ones, with less variance.
         timesteps = (torch.arange(BATCH) + torch.rand(BATCH, generator=generator)) * (1000 / BATCH)
-        if emphasis:
-            low, high = MIDDLE
-            timesteps[1::2] = low + timesteps[1::2] * (high - low) / 1000
+        low, high = MIDDLE
+        timesteps[1::2] = low + timesteps[1::2] * (high - low) / 1000
         timesteps = timesteps.long().to(device)
         clean = latents[index.to(device)]
         noisy = noise_schedule.add_noise(clean, noise, timesteps)
         velocity = model["unet"](noisy, timesteps, **recipe.condition(model, ids, captions, generator)).sample
         return (velocity.float() - noise_schedule.get_velocity(clean, noise, timesteps)).square().mean()
 
-    logs = []
-    for number, training_round in enumerate(rounds or recipe.rounds, 1):
-        parts, log = fit(
-            parts,
-            partial(loss_of, emphasis=training_round.emphasis),
-            name=f"{recipe.name}-{number}",
-            folder=folder,
-            steps=training_round.steps,
-            peak_lr=1e-3,
-            cooldown=training_round.cooldown,
-            seed=seed + number - 1,
-            device=device,
-        )
-        parts.requires_grad_(True)
-        logs.append(log)
-    return parts, logs
+    if compiled:
+        parts["unet"].compile()
+    return fit(
+        parts,
+        loss_of,
+        name=recipe.name,
+        folder=folder,
+        steps=recipe.steps,
+        peak_lr=PEAK_LR,
+        cooldown=recipe.cooldown,
+        seed=seed,
+        device=device,
+    )

@@ -17,6 +17,7 @@ from training import scenes
 
 NEAR_COLOR = 55.0  # of 441, the distance between black and white: how far a colour may be from the palette's
 DIFFERS = 60.0  # how far a pixel must be from the background to belong to something else
+FAINT = 20.0  # a pixel that is nearer than this to the background is background: nobody sees the difference
 MOST_STRAY_BORDER = 0.05  # share of border pixels that may differ from the background
 MOST_STRAY_PIXELS = 0.06  # share of a shape's area that may have a third colour
 LEAST_OVERLAP = 0.65  # intersection over union of the shape seen and the shape drawn
@@ -65,6 +66,7 @@ def read_colors(picture: np.ndarray) -> tuple[str, str, np.ndarray] | Refusal:
     stray = np.linalg.norm(pixels - back - alpha[..., None] * step, axis=-1) > DIFFERS
     if stray.mean() > MOST_STRAY_PIXELS * alpha.mean():
         return Refusal("there is a third colour")
+    alpha[np.linalg.norm(pixels - back, axis=-1) < FAINT] = 0
     return background, color, alpha
 
 

@@ -21,6 +21,39 @@ def learning_rate(step: int, steps: int, peak: float, cooldown: int) -> float:
     return peak * min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+class Optimizers:
+    """Muon for the matrices, as which it takes convolutions, too; AdamW for embeddings and vectors.
+
+    PyTorch's Muon (https://kellerjordan.github.io/posts/muon/) wants two dimensions, so it gets views of the weights.
+    """
+
+    def __init__(self, model: nn.Module, lr: float):
+        embeddings = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+        self.matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in embeddings]
+        chosen = {id(p) for p in self.matrices}
+        self.views = [nn.Parameter(p.detach().view(len(p), -1)) for p in self.matrices]
+        self.muon = torch.optim.Muon(self.views, lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        others = [p for p in model.parameters() if id(p) not in chosen]
+        self.adamw = torch.optim.AdamW(others, lr, betas=(0.9, 0.99), weight_decay=0.01)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.muon.param_groups + self.adamw.param_groups:
+            group["lr"] = lr
+
+    def step(self) -> None:
+        for view, matrix in zip(self.views, self.matrices, strict=True):
+            view.grad = matrix.grad.view(view.shape)
+        self.muon.step()
+        self.adamw.step()
+
+    def state_dict(self) -> dict:
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.muon.load_state_dict(state["muon"])
+        self.adamw.load_state_dict(state["adamw"])
+
+
 def fit(
     model: nn.Module,
     loss_of: Callable[[nn.Module, torch.Generator], torch.Tensor],
@@ -53,7 +86,7 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     model.to(device).train()
     average = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizer = Optimizers(model, peak_lr)
     log = {"steps": [], "loss": [], "seconds": 0.0}
     first = 0
     if state_file.exists():
@@ -68,11 +101,10 @@ def fit(
     with tqdm(range(first, steps), initial=first, total=steps, desc=name, mininterval=5) as bar:
         for step in bar:
             generator = torch.Generator().manual_seed(seed * 10_000_019 + step)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps, peak_lr, cooldown)
+            optimizer.set_lr(learning_rate(step, steps, peak_lr, cooldown))
             with torch.autocast(device.type, dtype=torch.bfloat16):
                 loss = loss_of(model, generator)
-            optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

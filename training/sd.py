@@ -6,7 +6,7 @@ from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 from training.autoencoder import PIXELS
-from training.diffusion import NOISE, Recipe, Round
+from training.diffusion import NOISE, Recipe
 
 TEXT_WIDTH = 64
 UNET_CONFIG = {
@@ -52,7 +52,8 @@ RECIPE = Recipe(
     name="shapes-sd",
     pixels=PIXELS,
     pool=100_000,
-    rounds=(Round(steps=6_000, cooldown=2_000, emphasis=False), Round(steps=4_200, cooldown=4_100, emphasis=True)),
+    steps=6_000,
+    cooldown=4_000,
     build=build,
     condition=condition,
 )

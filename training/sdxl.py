@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from training.autoencoder import PIXELS
-from training.diffusion import NOISE, Recipe, Round
+from training.diffusion import NOISE, Recipe
 from training.sd import text_config
 
 TEXT_WIDTH = 64  # of each text encoder, and of the vector for the whole caption
@@ -69,7 +69,8 @@ RECIPE = Recipe(
     name="shapes-sdxl",
     pixels=PIXELS,
     pool=50_000,
-    rounds=(Round(steps=5_000, cooldown=3_000, emphasis=True),),
+    steps=4_000,
+    cooldown=3_000,
     build=build,
     condition=condition,
 )
