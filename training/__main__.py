@@ -40,7 +40,7 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     words = tokenizer.write(work / "tokenizer")
     vae, vae_log = autoencoder.train(work, steps=AUTOENCODER_STEPS // arguments.shorten, seed=SEED, device=device)
-    parts = None
+    parts, trained = None, []
     for recipe in (sd.RECIPE, sdxl.RECIPE):  # the second starts from the first
         shorter = replace(recipe, **{k: getattr(recipe, k) // arguments.shorten for k in ("steps", "cooldown")})
         parts, log = diffusion.train(
@@ -52,6 +52,9 @@ def main() -> None:
             "autoencoder": vae_log,
             "diffusion": log,
         }
+        trained.append((recipe, parts, record))
+    # Only now, because drawing and judging takes minutes, which a run that was interrupted would spend again.
+    for recipe, parts, record in trained:
         publish(recipe, vae.cpu(), parts.cpu(), words, record, work, arguments.to)
 
 

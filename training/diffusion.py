@@ -23,6 +23,7 @@ from training.loop import fit
 # How pictures are drawn from the result, wherever it is scored or compared; the chapters draw them so, too.
 STEPS = 30
 GUIDANCE_SCALE = 3.0
+POOL = 100_000  # scenes to train on, the same for every model, as their latents are
 POOL_SEED = 1
 BATCH = 128
 EMPTY_CAPTIONS = 0.1  # what the pipeline's unconditional half sees
@@ -45,8 +46,6 @@ class Recipe:
         The checkpoint's.
     pixels : int
         The pictures' width and height; the latents have an eighth of it.
-    pool : int
-        The number of scenes to train on.
     steps, cooldown : int
         Of training, and those at the end of it in which the learning rate falls to zero.
     build : callable
@@ -58,7 +57,6 @@ class Recipe:
 
     name: str
     pixels: int
-    pool: int
     steps: int
     cooldown: int
     build: Callable[[CLIPTokenizer], nn.ModuleDict]
@@ -115,7 +113,7 @@ def train(
     ``compiled``: by ``torch.compile``, which needs a C++ compiler on a CPU.
     """
     torch.manual_seed(seed)
-    pool = scenes.training_scenes(recipe.pool, POOL_SEED)
+    pool = scenes.training_scenes(POOL, POOL_SEED)
     latents = encode_pool(autoencoder.to(device), pool, recipe.pixels, folder, device)
     parts = recipe.build(tokenizer)
     if earlier is not None:

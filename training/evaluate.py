@@ -170,7 +170,7 @@ def nearest(generate: Callable, recipe: diffusion.Recipe, folder: Path | None) -
     asked = [named for named in training_captions(400) if all(named.values())][:64]
     drawn = generate([scenes.caption(**named) for named in asked], np.arange(len(asked)))
     pool = defaultdict(list)
-    for scene in scenes.training_scenes(recipe.pool, diffusion.POOL_SEED):
+    for scene in scenes.training_scenes(diffusion.POOL, diffusion.POOL_SEED):
         pool[scene.color, scene.shape, scene.background].append(scene)
     rng = np.random.default_rng(SEED)
     distances, fresh_distances, found = [], [], []
@@ -187,7 +187,7 @@ def nearest(generate: Callable, recipe: diffusion.Recipe, folder: Path | None) -
         save(image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8), folder / "nearest.png")
     return {
         "pictures": len(asked),
-        "training scenes": recipe.pool,
+        "training scenes": diffusion.POOL,
         "distance": float(np.median(distances)),
         "distance of fresh scenes": float(np.median(fresh_distances)),
         "least distance": min(distances),

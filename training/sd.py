@@ -51,7 +51,6 @@ def condition(parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], gene
 RECIPE = Recipe(
     name="shapes-sd",
     pixels=PIXELS,
-    pool=100_000,
     steps=6_000,
     cooldown=4_000,
     build=build,

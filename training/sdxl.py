@@ -68,7 +68,6 @@ def condition(parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], gene
 RECIPE = Recipe(
     name="shapes-sdxl",
     pixels=PIXELS,
-    pool=50_000,
     steps=4_000,
     cooldown=3_000,
     build=build,
