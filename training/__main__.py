@@ -51,6 +51,7 @@ def main() -> None:
             "torch": torch.__version__,
             "autoencoder": vae_log,
             "diffusion": log,
+            "cooldown": shorter.cooldown,
         }
         trained.append((recipe, parts, record))
     # Only now, because drawing and judging takes minutes, which a run that was interrupted would spend again.

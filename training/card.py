@@ -72,10 +72,17 @@ training never saw them. After `make .venv-train/installed`, this command gives 
 {text_rows}
 
 Machine: {machine}; PyTorch {torch}, bfloat16 autocast. The times are those of this run, on a machine that had other
-work to do. The autoencoder reconstructs unseen scenes of held-out combinations at {psnr:.1f} dB PSNR on average (the
-worst of {psnr_count}: {psnr_worst:.1f} dB). Its latents are whitened channel by channel, by a change of the two 1 × 1
-convolutions around them. The UNet predicts velocity; the betas are linear from {beta_start} to {beta_end}; {empty:.0%}
-of the training captions are empty. {rounds}
+work to do. Muon steps the matrices, AdamW the embeddings and vectors; the weights here are a moving average.
+
+The autoencoder reconstructs unseen scenes of held-out combinations at {psnr:.1f} dB PSNR on average (the worst of
+{psnr_count}: {psnr_worst:.1f} dB). It learned to decode latents with up to {latent_noise:.0%} of noise, so that small
+errors of the UNet are put right. Its latents are whitened, by a change of the two 1 × 1 convolutions around them.
+
+The UNet predicts velocity; the betas are linear from {beta_start} to {beta_end}. Every other timestep is drawn from
+{middle[0]} to {middle[1]} (of 1,000), where a picture gets its shape; the learning rate falls to zero over the last
+{cooldown:,} steps. {empty:.0%} of the training captions are empty. {training}
+
+![Training loss{of_what} against the step](loss.png)
 """
 
 DETAILS = """
@@ -104,7 +111,7 @@ class About:
     architecture: str
     scheduler: str
     limits: str
-    rounds: str
+    training: str
     own_autoencoder: bool = True
 
 
@@ -113,40 +120,20 @@ ABOUT = {
         architecture="Stable Diffusion 1",
         scheduler="DDIM",
         limits="""\
-The aim was 95% for training captions and 90% for held-out combinations. Captions that leave the shape or most else out
-fail most often: where nothing names a shape, the picture may stop between two. Tilts vary less than in the training
-scenes. Small stars, crosses and moons lose their corners, in the autoencoder already, since a small shape covers two by
-two latents.
-
-- Guidance: of 1.5, 2, 3 and 5, tried with the weights of the first round, 3 and 5 scored about the same, and lower
-  scales lower; with those of the second round 3 scored higher than 2. Higher scales vary less.
-- A decoder trained further on noisy latents: sharper from noisy latents, worse from clean ones, no better in the end.
-- A second round of training: the score rose by a few points, and the loss was still falling at its end.""",
-        rounds="""\
-Its second round of training starts from the averaged weights of the first, and
-draws every other timestep from {middle[0]} to {middle[1]} (of 1,000), where a picture gets its shape; the learning rate
-falls to zero at the end of each round. Because of those timesteps the losses of the two rounds cannot be compared.
-
-![Training loss of the autoencoder and of the UNet's first round against the step](loss.png)
-![Training loss of the UNet's second round against the step](loss-round-2.png)""",
+TBD""",
+        training="",
     ),
     "shapes-sdxl": About(
         own_autoencoder=False,
         architecture="Stable Diffusion XL",
         scheduler="Euler",
         limits="""\
-The aim was 95% for training captions and 90% for held-out combinations. Where it fails, it is mostly the outline that
-the judge refuses: the colours are right far more often. Tilts of some captions vary less than in the training scenes.
-
-Pictures of 96 × 96 pixels were tried and given up after a few hundred steps, which took the UNet twice as long.""",
-        rounds="""\
-Most of
-those become zeros in place of their encoding, as in the pipeline without a negative prompt. The autoencoder is that of
+TBD""",
+        training="""\
+Most of those
+become zeros in place of their encoding, as in the pipeline without a negative prompt. The autoencoder is that of
 `shapes-sd`, and training starts from the UNet and text encoder of `shapes-sd` wherever names and shapes of the weights
-agree. Every other timestep is drawn from {middle[0]} to {middle[1]} (of 1,000), where a picture gets its shape; the
-learning rate falls to zero at the end.
-
-![Training loss of the UNet against the step](loss.png)""",
+agree.""",
     ),
 }
 
@@ -219,7 +206,11 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             architecture=about.architecture,
             scheduler=about.scheduler,
             limits=about.limits,
-            rounds=about.rounds.format(middle=diffusion.MIDDLE),
+            training=about.training,
+            cooldown=record["cooldown"],
+            middle=diffusion.MIDDLE,
+            latent_noise=autoencoder.LATENT_NOISE,
+            of_what=" of the autoencoder and of the UNet" if about.own_autoencoder else " of the UNet",
             beta_start=diffusion.NOISE["beta_start"],
             beta_end=diffusion.NOISE["beta_end"],
             empty=diffusion.EMPTY_CAPTIONS,

@@ -42,7 +42,8 @@ class Optimizers:
 
     def step(self) -> None:
         for view, matrix in zip(self.views, self.matrices, strict=True):
-            view.grad = matrix.grad.view(view.shape)
+            # A layer that nothing reads has none: the last of SDXL's first text encoder.
+            view.grad = None if matrix.grad is None else matrix.grad.view(view.shape)
         self.muon.step()
         self.adamw.step()
 
