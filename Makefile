@@ -49,7 +49,7 @@ workshop: .venv/installed  ## write the student set and the instructor set, into
 	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train]'
 	@touch $@
 
-checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (about three hours on 2 cores; resumable; ARGS=--compile is faster)
+checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (half a day on 2 cores; ARGS=--compile is faster; resumable)
 	@.venv-train/bin/python -m training $(ARGS)
 
 lock: .venv/installed  ## write the locks and environment.yml anew from pyproject.toml

@@ -40,18 +40,20 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     words = tokenizer.write(work / "tokenizer")
     vae, vae_log = autoencoder.train(work, steps=AUTOENCODER_STEPS // arguments.shorten, seed=SEED, device=device)
-    parts, trained = None, []
-    for recipe in (sd.RECIPE, sdxl.RECIPE):  # the second starts from the first
+
+    def train(recipe: diffusion.Recipe, **settings) -> tuple[torch.nn.ModuleDict, dict]:
         shorter = replace(recipe, **{k: getattr(recipe, k) // arguments.shorten for k in ("steps", "cooldown")})
-        parts, log = diffusion.train(
-            shorter, vae, words, work, earlier=parts, seed=SEED, device=device, compiled=arguments.compile
-        )
+        return diffusion.train(shorter, vae, words, work, device=device, compiled=arguments.compile, **settings)
+
+    first, first_log = train(sd.FIRST, seed=SEED)
+    trained = []
+    for recipe, logs, seed in ((sd.RECIPE, [first_log], SEED + 1), (sdxl.RECIPE, [], SEED)):
+        parts, log = train(recipe, earlier=first, seed=seed)
         record = {
             "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device.type}",
             "torch": torch.__version__,
             "autoencoder": vae_log,
-            "diffusion": log,
-            "cooldown": shorter.cooldown,
+            "diffusion": [*logs, log],
         }
         trained.append((recipe, parts, record))
     # Only now, because drawing and judging takes minutes, which a run that was interrupted would spend again.

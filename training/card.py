@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from training import autoencoder, diffusion, fidelity, scenes
+from training import autoencoder, diffusion, fidelity, scenes, sd, sdxl
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -36,8 +36,8 @@ for it: {steps} steps of {scheduler} at guidance scale {guidance} are what it wa
 
 ## How well it draws
 
-A judge (`training/fidelity.py`), which is fitted to nothing, reads size, colour, shape and background off each picture.
-Keys 0 to {last_key}, none dropped. "All" means that every attribute that the caption names is right.
+A judge (`training/fidelity.py`), in which nothing is learned, reads size, colour, shape and background off each
+picture. Keys 0 to {last_key}, none dropped. "All" means that every attribute that the caption names is right.
 
 | captions | pictures | all | size | colour | shape | background | refused | both colours, whatever the shape |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -68,7 +68,7 @@ training never saw them. After `make .venv-train/installed`, this command gives 
 | part | parameters | steps | batch | time |
 | --- | --- | --- | --- | --- |
 | autoencoder | {vae_parameters:,} | {vae_steps:,} | {vae_batch} | {vae_minutes:.0f} min |
-| UNet | {unet_parameters:,} | {unet_steps:,} | {batch} | {unet_minutes:.0f} min |
+| UNet | {unet_parameters:,} | {unet_steps} | {batch} | {unet_minutes} min |
 {text_rows}
 
 Machine: {machine}; PyTorch {torch}, bfloat16 autocast. The times are those of this run, on a machine that had other
@@ -79,8 +79,8 @@ The autoencoder reconstructs unseen scenes of held-out combinations at {psnr:.1f
 errors of the UNet are put right. Its latents are whitened, by a change of the two 1 × 1 convolutions around them.
 
 The UNet predicts velocity; the betas are linear from {beta_start} to {beta_end}. Every other timestep is drawn from
-{middle[0]} to {middle[1]} (of 1,000), where a picture gets its shape; the learning rate falls to zero over the last
-{cooldown:,} steps. {empty:.0%} of the training captions are empty. {training}
+{middle[0]} to {middle[1]} (of 1,000), where a picture gets its shape. {empty:.0%} of the training
+captions are empty. {training}
 
 ![Training loss{of_what} against the step](loss.png)
 """
@@ -111,7 +111,7 @@ class About:
     architecture: str
     scheduler: str
     limits: str
-    training: str
+    training: str  # as limits: {first}, {sd} and {sdxl} are the recipes
     own_autoencoder: bool = True
 
 
@@ -120,26 +120,43 @@ ABOUT = {
         architecture="Stable Diffusion 1",
         scheduler="DDIM",
         limits="""\
-TBD""",
-        training="",
+The aim was 95% for training captions, which was missed, and 90% for held-out combinations. Captions that leave the
+shape out fail most often, by a third: the picture may stop between two shapes. Where a colour is left out, shape and
+background may get the same one, and only a trace of the shape is seen. Small stars and crosses may lose a corner.
+
+- Longer training: after the first {first.steps:,} steps 94% and 98% were right, so the last {sd.steps:,} changed no
+  more than chance does with 400 pictures (one standard error: 1.3 points), though the loss fell.
+- Twice as many steps of the sampler: no difference. Guidance scales, after the first {first.steps:,} steps: 4.5 scored
+  as 3 did, 2 scored four points lower. Higher scales vary less.
+- An autoencoder that saw no noise: it decodes clean latents as well (99% of scenes read right, here 99.7%), but with
+  noise of half the latents' spread 15%, here 99%. On its latents, the UNet scored five to seven points lower, after
+  10,200 steps.""",
+        training="""\
+The learning rate is {first.peak_lr} and falls to zero over the last {first.cooldown:,} of
+the first {first.steps:,} steps; then it starts again, at {sd.peak_lr}, and falls over {sd.cooldown:,} of
+the last {sd.steps:,}.""",
     ),
     "shapes-sdxl": About(
         own_autoencoder=False,
         architecture="Stable Diffusion XL",
         scheduler="Euler",
         limits="""\
-TBD""",
+The aim was 95% for training captions and 90% for held-out combinations. Where it fails, it is mostly the outline that
+the judge refuses: the colours are right far more often.
+
+Pictures of 96 × 96 pixels were tried and given up after a few hundred steps, which took the UNet twice as long.""",
         training="""\
-Most of those
-become zeros in place of their encoding, as in the pipeline without a negative prompt. The autoencoder is that of
-`shapes-sd`, and training starts from the UNet and text encoder of `shapes-sd` wherever names and shapes of the weights
-agree.""",
+Most of those become zeros in place of their encoding, as in the pipeline
+without a negative prompt. The autoencoder is that of `shapes-sd`, and training starts from the UNet and text
+encoder of `shapes-sd` after its first {first.steps:,} steps, wherever names and shapes of the weights agree. The
+learning rate is {sdxl.peak_lr} and falls to zero over the last {sdxl.cooldown:,} steps.""",
     ),
 }
 
 
 def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
     """Write a card and a picture of the losses into each checkpoint."""
+    recipes = {"first": sd.FIRST, "sd": sd.RECIPE, "sdxl": sdxl.RECIPE}
     for name, report in reports.items():
         about = ABOUT[name.removesuffix("-bf16")]
         rows = [
@@ -188,11 +205,11 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             vae_parameters=record["parameters"]["vae"],
             unet_parameters=record["parameters"]["unet"],
             vae_steps=record["autoencoder"]["steps"][-1],
-            unet_steps=record["diffusion"]["steps"][-1],
+            unet_steps=" + ".join(f"{log['steps'][-1]:,}" for log in record["diffusion"]),
             vae_batch=autoencoder.BATCH,
             batch=diffusion.BATCH,
             vae_minutes=record["autoencoder"]["seconds"] / 60,
-            unet_minutes=record["diffusion"]["seconds"] / 60,
+            unet_minutes=" + ".join(f"{log['seconds'] / 60:.0f}" for log in record["diffusion"]),
             machine=record["machine"],
             torch=record["torch"].split("+")[0],
             psnr=np.mean(record["psnr"]),
@@ -205,9 +222,8 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             ),
             architecture=about.architecture,
             scheduler=about.scheduler,
-            limits=about.limits,
-            training=about.training,
-            cooldown=record["cooldown"],
+            limits=about.limits.format(**recipes),
+            training=about.training.format(**recipes),
             middle=diffusion.MIDDLE,
             latent_noise=autoencoder.LATENT_NOISE,
             of_what=" of the autoencoder and of the UNet" if about.own_autoencoder else " of the UNet",
@@ -216,14 +232,18 @@ def write(folder: Path, record: dict, reports: dict[str, dict]) -> None:
             empty=diffusion.EMPTY_CAPTIONS,
         )
         (folder / name / "README.md").write_text(text, encoding="utf-8")
-        curves = {"autoencoder": record["autoencoder"]} if about.own_autoencoder else {}
+        curves = {"autoencoder": [record["autoencoder"]]} if about.own_autoencoder else {}
         draw_losses(curves | {"UNet": record["diffusion"]}, folder / name / "loss.png")
 
 
-def draw_losses(logs: dict[str, dict], file: Path) -> None:
+def draw_losses(logs: dict[str, list[dict]], file: Path) -> None:
+    """Draw a curve for each part, of all its runs one after another."""
     figure, axes = plt.subplots(1, len(logs), figsize=(4 * len(logs), 2.8), squeeze=False)
-    for ax, (title, log) in zip(axes.flat, logs.items(), strict=True):
-        ax.semilogy(log["steps"], log["loss"], linewidth=1)
+    for ax, (title, runs) in zip(axes.flat, logs.items(), strict=True):
+        before = 0
+        for log in runs:
+            ax.semilogy([before + step for step in log["steps"]], log["loss"], linewidth=1, color="C0")
+            before += log["steps"][-1]
         ax.set_title(title)
         ax.set_xlabel("step")
         ax.set_ylabel("loss, mean of 50 steps")

@@ -29,7 +29,6 @@ BATCH = 128
 EMPTY_CAPTIONS = 0.1  # what the pipeline's unconditional half sees
 FULL_CAPTIONS = 0.5
 DROPPED_ATTRIBUTES = 0.35  # of each attribute in the remaining captions
-PEAK_LR = 2e-3
 MIDDLE = (100, 600)  # the timesteps, of 1000, in which a picture gets its shape: every other one is drawn from them
 # Stable Diffusion's own betas end at a signal-to-noise ratio that leaks the mean colour; these come nearer to noise.
 # At so much noise, predicting the velocity keeps the picture in the loss, which predicting the noise does not.
@@ -48,6 +47,8 @@ class Recipe:
         The pictures' width and height; the latents have an eighth of it.
     steps, cooldown : int
         Of training, and those at the end of it in which the learning rate falls to zero.
+    peak_lr : float
+        The learning rate before that.
     build : callable
         From the tokenizer to the parts: a ``unet``, and whatever ``condition`` needs.
     condition : callable
@@ -59,6 +60,7 @@ class Recipe:
     pixels: int
     steps: int
     cooldown: int
+    peak_lr: float
     build: Callable[[CLIPTokenizer], nn.ModuleDict]
     condition: Callable[[nn.ModuleDict, torch.Tensor, list[str], torch.Generator], dict]
 
@@ -148,7 +150,7 @@ def train(
         name=recipe.name,
         folder=folder,
         steps=recipe.steps,
-        peak_lr=PEAK_LR,
+        peak_lr=recipe.peak_lr,
         cooldown=recipe.cooldown,
         seed=seed,
         device=device,

@@ -1,6 +1,6 @@
 """The judge: reads the attributes of a scene off a picture, or refuses.
 
-Nothing in it is fitted. It explains the picture as one shape of one colour on a background of another: the two colours
+Nothing in it is learned. It explains the picture as one shape of one colour on a background of another: the two colours
 come from the border and from the inside of what differs from it, and the shape is the one whose drawing, by the same
 renderer that made the training scenes, overlaps best with what is seen. A picture that has no such explanation (noise,
 an empty background, two shapes, a half-denoised picture) or more than one (a blob between a square and a circle) is
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from scipy.optimize import minimize
 
 from training import scenes
 
@@ -20,8 +21,9 @@ DIFFERS = 60.0  # how far a pixel must be from the background to belong to somet
 FAINT = 20.0  # a pixel that is nearer than this to the background is background: nobody sees the difference
 MOST_STRAY_BORDER = 0.05  # share of border pixels that may differ from the background
 MOST_STRAY_PIXELS = 0.06  # share of a shape's area that may have a third colour
-LEAST_OVERLAP = 0.65  # intersection over union of the shape seen and the shape drawn
-LEAST_LEAD = 0.04  # by which the best shape must overlap more than the next; 0.14 or more in rendered scenes
+LEAST_OVERLAP = 0.65  # intersection over union of the shape seen and one drawn with the same area and centroid
+REACH = 0.15  # a shape whose overlap is less than the best by more than this is no rival; the others are fitted
+LEAST_LEAD = 0.04  # by which the best shape, fitted, must overlap more than the next; 0.14 or more in rendered scenes
 LEAST_AREA = 0.008  # of the picture; the smallest shape of the renderer covers several times that
 TILTS = np.arange(-40.0, 41.0, 5.0)
 # Halfway between the ranges that the renderer uses.
@@ -90,12 +92,14 @@ def read(picture: np.ndarray) -> scenes.Scene | Refusal:
     area, side = float(alpha.mean()), len(alpha)
     centers = (np.arange(side) + 0.5) / side
     centroid = np.array([alpha.sum(0) @ centers, alpha.sum(1) @ centers]) / alpha.sum()
-    best, second = sorted((_best_match(alpha, shape, area, centroid) for shape in scenes.SHAPES), reverse=True)[:2]
-    overlap, shape, x, y, radius, tilt = best
-    if overlap < LEAST_OVERLAP:
-        return Refusal(f"the closest shape, a {shape}, covers only {overlap:.0%} of it")
-    if overlap - second[0] < LEAST_LEAD:
-        return Refusal(f"it may be a {shape} or a {second[1]}")
+    coarse = sorted((_coarse_match(alpha, shape, area, centroid) for shape in scenes.SHAPES), reverse=True)
+    most = coarse[0][0]
+    if most < LEAST_OVERLAP:
+        return Refusal(f"the closest shape, a {coarse[0][1]}, covers only {most:.0%} of it")
+    fine = sorted((_fine_match(alpha, match) for match in coarse if match[0] > most - REACH), reverse=True)
+    overlap, shape, x, y, radius, tilt = fine[0]
+    if len(fine) > 1 and overlap - fine[1][0] < LEAST_LEAD:
+        return Refusal(f"it may be a {shape} or a {fine[1][1]}")
     size = "small" if radius < SMALL_BELOW else "large" if radius > LARGE_ABOVE else "medium"
     return scenes.Scene(size, color, shape, background, x, y, radius, tilt)
 
@@ -128,23 +132,40 @@ def _moments(shape: str, tilt: float) -> tuple[float, np.ndarray]:
     return float(mask.mean()) * 4, np.array([mask.sum(0) @ centers, mask.sum(1) @ centers]) / mask.sum() * 2
 
 
-def _best_match(alpha: np.ndarray, shape: str, area: float, centroid: np.ndarray) -> tuple:
-    """The best match of one shape at any tilt: first in steps of 5 degrees, then in steps of 1 around the best."""
-    best = max(_match(alpha, shape, tilt, area, centroid) for tilt in _tilts(shape))
-    if _tilts(shape) == (0.0,):
-        return best
-    tilt = best[-1]
-    return max(_match(alpha, shape, tilt + turn, area, centroid) for turn in range(-4, 5))
+def _coarse_match(alpha: np.ndarray, shape: str, area: float, centroid: np.ndarray) -> tuple:
+    """The best match of one shape, drawn with the area and the centroid that are seen, at any of the coarse tilts."""
+
+    def match(tilt: float) -> tuple:
+        unit_area, offset = _moments(shape, tilt)
+        radius = float(np.sqrt(area / unit_area))
+        x, y = (float(c) for c in centroid - offset * radius)
+        return _overlap(alpha, shape, x, y, radius, tilt), shape, x, y, radius, tilt
+
+    return max(map(match, _tilts(shape)))
 
 
-def _match(alpha: np.ndarray, shape: str, tilt: float, area: float, centroid: np.ndarray) -> tuple:
-    """Draw the shape with the seen area and centroid; its overlap with what is seen, and where it is."""
-    unit_area, offset = _moments(shape, tilt)
-    radius = float(np.sqrt(area / unit_area))
-    x, y = (float(c) for c in centroid - offset * radius)
+def _fine_match(alpha: np.ndarray, match: tuple) -> tuple:
+    """The match moved, scaled and turned until it overlaps most.
+
+    A cross with one short arm has neither the area nor the centroid of the cross that it comes closest to.
+    """
+    _, shape, *start = match
+    steps = np.array([0.02, 0.02, 0.02, 5.0])[: 4 if scenes.SYMMETRY[shape] else 3]  # a circle has no tilt
+    start, fixed = np.array(start[: len(steps)]), start[len(steps) :]
+    corners = np.vstack([np.zeros_like(steps), np.eye(len(steps))])
+    found = minimize(
+        lambda moved: -_overlap(alpha, shape, *(start + moved * steps), *fixed),
+        corners[0],
+        method="Nelder-Mead",
+        options={"initial_simplex": corners, "xatol": 0.05, "fatol": 1e-3},
+    )
+    return float(-found.fun), shape, *(float(v) for v in start + found.x * steps), *fixed
+
+
+def _overlap(alpha: np.ndarray, shape: str, x: float, y: float, radius: float, tilt: float) -> float:
+    """Intersection over union of what is seen and a drawn shape."""
     drawn = scenes.coverage(shape, x, y, radius, tilt, len(alpha))
-    overlap = float(np.minimum(alpha, drawn).sum() / np.maximum(alpha, drawn).sum())
-    return overlap, shape, x, y, radius, tilt
+    return float(np.minimum(alpha, drawn).sum() / np.maximum(alpha, drawn).sum())
 
 
 def right_attributes(asked: dict[str, str | None], seen: scenes.Scene | Refusal) -> dict[str, bool]:

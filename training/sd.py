@@ -1,5 +1,7 @@
 """The recipe of ``shapes-sd``, with the architecture of Stable Diffusion 1."""
 
+from dataclasses import replace
+
 import torch
 from diffusers import UNet2DConditionModel
 from torch import nn
@@ -48,11 +50,14 @@ def condition(parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], gene
     return {"encoder_hidden_states": parts["text_encoder"](ids)[0]}
 
 
-RECIPE = Recipe(
-    name="shapes-sd",
+# Long and at a high learning rate; what both checkpoints start from.
+FIRST = Recipe(
+    name="shapes-sd-first",
     pixels=PIXELS,
     steps=6_000,
     cooldown=4_000,
+    peak_lr=2e-3,
     build=build,
     condition=condition,
 )
+RECIPE = replace(FIRST, name="shapes-sd", steps=3_000, cooldown=2_900, peak_lr=1e-3)

@@ -70,6 +70,7 @@ RECIPE = Recipe(
     pixels=PIXELS,
     steps=4_000,
     cooldown=3_000,
+    peak_lr=2e-3,
     build=build,
     condition=condition,
 )
