@@ -51,7 +51,8 @@ def read_colors(picture: np.ndarray) -> tuple[str, str, np.ndarray] | Refusal:
     if background is None:
         return Refusal("the background has no colour of the palette")
 
-    differs = np.linalg.norm(pixels - back, axis=-1) > DIFFERS
+    distance = np.linalg.norm(pixels - back, axis=-1)
+    differs = distance > DIFFERS
     if differs.mean() < LEAST_AREA:
         return Refusal("there is nothing on the background")
     inside = _eroded(differs)
@@ -68,7 +69,7 @@ def read_colors(picture: np.ndarray) -> tuple[str, str, np.ndarray] | Refusal:
     stray = np.linalg.norm(pixels - back - alpha[..., None] * step, axis=-1) > DIFFERS
     if stray.mean() > MOST_STRAY_PIXELS * alpha.mean():
         return Refusal("there is a third colour")
-    alpha[np.linalg.norm(pixels - back, axis=-1) < FAINT] = 0
+    alpha[distance < FAINT] = 0
     return background, color, alpha
 
 
