@@ -68,8 +68,8 @@ def condition(parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], gene
 RECIPE = Recipe(
     name="shapes-sdxl",
     pixels=PIXELS,
-    steps=4_000,
-    cooldown=3_000,
+    steps=6_000,
+    cooldown=4_000,
     peak_lr=2e-3,
     build=build,
     condition=condition,
