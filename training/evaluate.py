@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from diffusers import FlaxDiffusionPipeline
-from PIL import Image
 from tqdm import tqdm
 
 from helpers import image_grid
@@ -184,7 +183,8 @@ def nearest(generate: Callable, recipe: diffusion.Recipe, folder: Path | None) -
         fresh_distances.append(float(fresh_apart.min()))
         found.append(known[apart.argmin()])
     if folder:
-        save(image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8), folder / "nearest.png")
+        rows = image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8)
+        rows.save(folder / "nearest.png", optimize=True)
     return {
         "pictures": len(asked),
         "training scenes": diffusion.POOL,
@@ -205,11 +205,6 @@ def negative_prompt(generate: Callable, count: int) -> dict:
             isinstance(scene, scenes.Scene) and (scene.color, scene.shape) == (unwanted, "heart") for scene in seen
         )
     return {"pictures": count, "prompt": prompt, "unwanted": unwanted, **shares}
-
-
-def save(picture: Image.Image, file: Path) -> None:
-    """Write a PNG of few bytes: flat colours lose nothing that can be seen."""
-    picture.quantize(128, method=Image.Quantize.FASTOCTREE).save(file, optimize=True)
 
 
 def main() -> None:
@@ -244,7 +239,8 @@ def main() -> None:
     if arguments.draw:
         named = held_out_captions(16)
         captions = [scenes.caption(**attributes) for attributes in named]
-        save(image_grid(generate(captions, np.arange(16)), captions=captions), arguments.draw / "samples.png")
+        grid = image_grid(generate(captions, np.arange(16)), captions=captions)
+        grid.save(arguments.draw / "samples.png", optimize=True)
     print(json.dumps(report, indent=2))
 
 
