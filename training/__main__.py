@@ -12,10 +12,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import diffusers
 import jax.numpy as jnp
 import numpy as np
 import torch
-from transformers import CLIPTokenizer
+import transformers
 
 from training import autoencoder, card, convert, diffusion, scenes, sd, sdxl, tokenizer
 
@@ -35,6 +36,9 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile the UNets: faster, needs a C++ compiler")
     parser.add_argument("--shorten", type=int, default=1, metavar="N", help="an Nth of all steps, to try the way out")
     arguments = parser.parse_args()
+    # Each would say many times that its Flax classes will go.
+    diffusers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
     device = torch.device(arguments.device)
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
@@ -65,7 +69,7 @@ def publish(
     recipe: diffusion.Recipe,
     vae: torch.nn.Module,
     parts: torch.nn.ModuleDict,
-    words: CLIPTokenizer,
+    words: transformers.CLIPTokenizer,
     record: dict,
     work: Path,
     to: Path,

@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from diffusers import FlaxDiffusionPipeline
+import transformers
 from tqdm import tqdm
 
 from helpers import image_grid
@@ -32,7 +33,7 @@ def load_generator(
 
     Parameters are cast to ``dtype``, too, all but the scheduler's.
     """
-    pipeline, params = FlaxDiffusionPipeline.from_pretrained(
+    pipeline, params = diffusers.FlaxDiffusionPipeline.from_pretrained(
         folder, dtype=dtype, safety_checker=None, feature_extractor=None
     )
     scheduler = params.pop("scheduler")
@@ -220,6 +221,9 @@ def main() -> None:
     parser.add_argument("--negative", type=int, metavar="N", help="measure a negative prompt on N pictures")
     parser.add_argument("--draw", type=Path, metavar="FOLDER", help="for samples.png and, with --nearest, nearest.png")
     arguments = parser.parse_args()
+    # Each would say many times that its Flax classes will go.
+    diffusers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
     recipe = sdxl.RECIPE if (arguments.folder / "text_encoder_2").exists() else sd.RECIPE
     generate = load_generator(arguments.folder, jnp.dtype(arguments.dtype), arguments.steps, arguments.guidance)
     report = {
