@@ -54,13 +54,12 @@ def lay_out(source: Path, executed: Path) -> None:
     for included in ("CITATION.cff", "workshop/plan.md"):
         (source / included).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / included, source / included)
+    for card in (ROOT / "checkpoints").glob("*/README.md"):
+        shutil.copytree(card.parent, source / card.parent.relative_to(ROOT), ignore=_all_but_page_and_pictures)
     (source / "notebooks").mkdir()
     for chapter in CHAPTERS:
         copy_chapter(executed / chapter.name, source / "notebooks" / chapter.name)
     pages = [path.relative_to(source) for path in source.rglob("*.md")]
-    for card in sorted((ROOT / "checkpoints").glob("*/README.md")):
-        shutil.copytree(card.parent, source / card.parent.relative_to(ROOT), ignore=_all_but_page_and_pictures)
-        pages.append(card.relative_to(ROOT))
     for page in pages:
         text = fill_in((source / page).read_text(), executed)
         (source / page).write_text(relink(text, page, source))
