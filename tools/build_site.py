@@ -54,6 +54,7 @@ def lay_out(source: Path, executed: Path) -> None:
     for included in ("CITATION.cff", "workshop/plan.md"):
         (source / included).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / included, source / included)
+    # Before the chapters: a link would bring along a single page, and its folder would be in the way.
     for card in (ROOT / "checkpoints").glob("*/README.md"):
         shutil.copytree(card.parent, source / card.parent.relative_to(ROOT), ignore=_all_but_page_and_pictures)
     (source / "notebooks").mkdir()

@@ -185,8 +185,7 @@ def nearest(generate: Callable, recipe: diffusion.Recipe, folder: Path | None) -
         fresh_distances.append(float(fresh_apart.min()))
         found.append(known[apart.argmin()])
     if folder:
-        rows = image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8)
-        save(rows, folder / "nearest.png")
+        save(image_grid(np.concatenate([drawn[:8], np.stack(found[:8])]), columns=8), folder / "nearest.png")
     return {
         "pictures": len(asked),
         "training scenes": diffusion.POOL,
@@ -249,8 +248,7 @@ def main() -> None:
     if arguments.draw:
         named = held_out_captions(16)
         captions = [scenes.caption(**attributes) for attributes in named]
-        grid = image_grid(generate(captions, np.arange(16)), captions=captions)
-        save(grid, arguments.draw / "samples.png")
+        save(image_grid(generate(captions, np.arange(16)), captions=captions), arguments.draw / "samples.png")
     print(json.dumps(report, indent=2))
 
 
