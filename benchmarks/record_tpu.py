@@ -85,20 +85,27 @@ def main(arguments: list[str] | None = None) -> int:
     diffusers.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     jax.config.update("jax_platforms", "cpu")
-    start = time.monotonic()
+    start, refused = time.monotonic(), []
     while left and (options.minutes is None or time.monotonic() - start < options.minutes * 60):
         (name, what), *left = left
+        if name in refused:  # there is no report to add a largest batch to
+            continue
         say(f"== {name}: {what}")
         file, program = options.to / f"{name}.json", wanted[name]
-        if what == REPORT:
-            report = tpu.compile_report(program, cache=options.cache, say=say)
-        else:
-            found = tpu.largest_batch(program, cache=options.cache, say=say)
-            report = json.loads(file.read_text()) | {"largest_batch": found}
+        try:
+            if what == REPORT:
+                report = tpu.compile_report(program, cache=options.cache, say=say)
+            else:
+                found = tpu.largest_batch(program, cache=options.cache, say=say)
+                report = json.loads(file.read_text()) | {"largest_batch": found}
+        except jax.errors.JaxRuntimeError as error:  # the other programs may still compile
+            say(f"{name}: the compiler failed: {error}")
+            refused.append(name)
+            continue
         write_json(file, report)
         say(f"recorded; left: {', '.join(f'{name} ({what})' for name, what in left) or 'nothing'}")
-    print(f"Left to do: {len(left)}.")
-    return 0
+    print(f"Left to do: {len(left)}. Failed: {', '.join(refused) or 'nothing'}.")
+    return bool(refused)
 
 
 if __name__ == "__main__":

@@ -207,6 +207,13 @@ def test_a_chapter_is_executed_only_where_its_copy_is_missing_old_or_in_part(tmp
     assert build_site.find_stale([chapter], tmp_path) == stale
 
 
+def test_a_chapter_follows_from_what_is_recorded_too(monkeypatch, tmp_path):
+    sources = []
+    monkeypatch.setattr(build_site, "_is_fresh", lambda copy, of: sources.extend(of))
+    build_site.find_stale(CHAPTERS[:1], tmp_path)
+    assert {ROOT / "benchmarks" / "shardings.json", *(ROOT / "benchmarks" / "tpu").glob("*.json")} < set(sources)
+
+
 def test_a_warning_stops_the_build(site, tmp_path):
     """The page that this adds has a link that leads nowhere."""
     source = tmp_path / "source"
@@ -233,41 +240,50 @@ def test_links_follow_a_page_that_moves(tmp_path):
 def test_the_report_says_that_there_is_none(monkeypatch, tmp_path):
     monkeypatch.setattr(reports, "_RECORDED", (tmp_path,))
     assert "holds none" in build_site.tpu_report()
-    program = {
-        "pipeline": "sd",
-        "height": 512,
-        "width": 512,
-        "steps": 50,
-        "dtype": "bfloat16",
-        "chip": "v5e",
-        "chips": 8,
-    }
+
+
+def test_the_report_has_a_row_for_each_program_and_its_largest_batch(monkeypatch, tmp_path):
+    monkeypatch.setattr(reports, "_RECORDED", (tmp_path,))
+    program = {"pipeline": "sdxl", "height": 1024, "width": 1024, "steps": 20, "dtype": "bfloat16", "batch": 1}
     hbm = {"parameters": 2 * 2**30, "temporaries": 2**20, "program": 3 * 2**19, "output": 0}
     report = {
-        "program": program | {"batch": 1, "split_head_dim": False},
+        "program": program | {"chip": "v5e", "chips": 1, "split_head_dim": True},
+        "parameter_bytes": {"text_encoder_2": 1},
         "hbm": hbm,
         "fits": True,
+        "parts": [{"flops": 3e12, "runs": 20}, {"flops": 5e12, "runs": 1}],
+        "least_seconds": 1.5,
         "least_seconds_per_picture": 1.5,
         "compile_seconds": 9.0,
         "largest_batch": None,
         "date": "2026-11-21",
-        "versions": {"libtpu": "0.0.42.1"},
+        "versions": {"libtpu": "0.0.42.1", "jax": "0.10.2"},
     }
-    (tmp_path / "sd.json").write_text(json.dumps(report))
-    tried = [
-        {"batch": batch, "fits": batch < 3, "hbm": hbm if batch < 3 else None, "compile_seconds": 9.0}
-        for batch in (1, 2, 3)
+    tried = [{"batch": 1, "fits": True, "hbm": hbm}, {"batch": 2, "fits": True, "hbm": hbm}, {"batch": 3}]
+    tried = [entry | {"compile_seconds": 8.0} for entry in tried]
+    others = report["versions"] | {"jax": "0.11.0"}
+    largest = {"largest": 2, "tried": tried, "versions": others, "date": "2026-11-22"}
+    refused = {"fits": False, "hbm": None, "parts": [], "largest_batch": largest | {"largest": 0, "tried": []}}
+    for number, other in enumerate([{}, {"largest_batch": largest}, refused]):
+        program = report["program"] | {"chip": ("v5e", "v4", "v6e")[number], "split_head_dim": number != 2}
+        (tmp_path / f"{number}.json").write_text(json.dumps(report | other | {"program": program}))
+    page = build_site.tpu_report()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    name, sizes = "sdxl, 1024 × 1024, 20 steps, bfloat16", ["2,048.0", "1.0", "1.5", "0.0"]
+    assert rows[2:6] == [
+        [name, "1 × v5e", "1", "yes", *sizes, "65,000", "1.5 s", "9 s"],
+        [name, "1 × v4", "1", "yes", *sizes, "65,000", "1.5 s", "9 s"],
+        [name, "1 × v4", "2, the largest", "yes", *sizes, "", "", "8 s"],
+        [f"{name}, split_head_dim=False", "1 × v6e", "1", "no", "", "", "", "", "", "", "9 s"],
     ]
-    largest = {"largest": 2, "predicted": 2, "tried": tried}
-    (tmp_path / "searched.json").write_text(json.dumps(report | {"largest_batch": largest}))
-    refused = {"fits": False, "hbm": None, "least_seconds_per_picture": None}
-    (tmp_path / "too-large.json").write_text(json.dumps(report | refused))
-    table = build_site.tpu_report()
-    name, sizes = "| sd 512×512, 50 steps, bfloat16, 8 v5e, batch", "yes | 2,048.0 | 1.0 | 1.5 | 0.0"
-    assert table.count(f"{name} 1 | {sizes} | 1.5 s |") == 2
-    assert f"{name} 2, the largest | {sizes} |  |" in table
-    assert f"{name} 1 | no |  |  |  |  |  |" in table
-    assert "Asked of libtpu 0.0.42.1" in table
+    assert rows[-2:] == [
+        ["SDXL on each chip of a TPU v5e-4", "2.33 s", "1.50 s", "1.6"],
+        ["SDXL on each chip of a TPU v4-8", "2.16 s", "1.50 s", "1.4"],
+    ]
+    answered = (
+        "Answered by libtpu 0.0.42.1 with jax 0.10.2, libtpu 0.0.42.1 with jax 0.11.0, from 2026-11-21 to 2026-11-22."
+    )
+    assert answered in page
 
 
 @pytest.mark.parametrize("project", ["flax", "jax", "numpy", "python"])

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -14,7 +15,7 @@ import pytest
 
 from benchmarks import record_tpu
 from helpers import tpu
-from helpers.tpu import compiler, reports
+from helpers.tpu import compiler, programs, reports
 from helpers.tpu.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,11 +29,11 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-# Chapters 4 and 5 run the first program, chapter 7 the second.
+# Chapters 4 and 5 run the first program, chapter 7 the second, each in the dtype of its checkpoint.
 @needs_compiler
-@pytest.mark.parametrize("pipeline", ["shapes-sd", "shapes-sdxl"])
-def test_a_chapters_program_compiles_for_eight_chips_and_for_one_alike(pipeline):
-    eight, one = (tpu.memory_report(tpu.Program(pipeline, "v5e", chips, steps=2)) for chips in (8, 1))
+@pytest.mark.parametrize(("pipeline", "dtype"), [("shapes-sd", "float32"), ("shapes-sdxl", "bfloat16")])
+def test_a_chapters_program_compiles_for_eight_chips_and_for_one_alike(pipeline, dtype):
+    eight, one = (tpu.memory_report(tpu.Program(pipeline, "v5e", chips, steps=2, dtype=dtype)) for chips in (8, 1))
     assert eight["fits"] and one["fits"]
     for kind in ("parameters", "temporaries", "output"):  # no chip talks to another, so their number changes nothing
         assert eight["hbm"][kind] == pytest.approx(one["hbm"][kind], rel=0.01)
@@ -78,13 +79,74 @@ def test_a_folder_is_as_good_as_a_name(checkpoint):
     assert by_name == by_folder
 
 
+def folder_with(folder, **parts):
+    """A folder with the configuration of Stable Diffusion 1.4 and another index, as PyTorch's pipelines write it."""
+    shutil.copytree(programs.CONFIGURATIONS / "sd", folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    usual = {
+        "_class_name": "StableDiffusionPipeline",
+        "feature_extractor": ["transformers", "CLIPFeatureExtractor"],
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],
+        "unet": ["diffusers", "UNet2DConditionModel"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index | usual | parts))
+    return str(folder)
+
+
+def test_a_folder_made_with_pytorch_is_read_all_the_same(tmp_path):
+    assert tpu.load_shapes(folder_with(tmp_path / "sd"))[1] == tpu.load_shapes("sd")[1]
+
+
+def test_a_scheduler_that_flax_has_not_is_named(tmp_path):
+    scheduler = ["diffusers", "EulerAncestralDiscreteScheduler"]
+    with pytest.raises(ValueError, match="has a EulerAncestralDiscreteScheduler, and there is no FlaxEulerAncestral"):
+        tpu.load_shapes(folder_with(tmp_path / "sd", scheduler=scheduler))
+
+
+@needs_compiler
+def test_a_folder_that_lacks_a_file_is_refused_in_a_sentence(tmp_path, capsys):
+    folder = folder_with(tmp_path / "sd")
+    (tmp_path / "sd" / "vae" / "config.json").unlink()
+    assert main([folder]) == 1
+    assert "No such file or directory" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_attention_is_laid_out_as_in_the_chapters():
+    # Chapter 7 loads XL with split heads, although the checkpoint's configuration says otherwise.
+    layouts = {name: tpu.load_shapes(name)[0].unet.config.split_head_dim for name in ("shapes-sd", "shapes-sdxl")}
+    assert layouts == {"shapes-sd": False, "shapes-sdxl": True}
+
+
+def test_a_size_that_the_unet_cannot_halve_is_refused():
+    pipeline, params = tpu.load_shapes("shapes-sd")
+    program = tpu.Program("shapes-sd", height=72)
+    with pytest.raises(ValueError, match=r"shapes-sd cannot draw 72 × 64 pixels: give multiples of \d+\."):
+        tpu.lower_parts(program, pipeline, params)
+
+
+@needs_compiler
+def test_weights_are_those_that_a_run_reads_whole():
+    pipeline, params = tpu.load_shapes("shapes-sdxl", "float32")
+    lowered = tpu.lower_parts(tpu.Program("shapes-sdxl", dtype="float32"), pipeline, params)
+    weights = {name: weights for name, (_, _, weights) in lowered.items()}
+    assert weights["denoising step"] == tpu.tree_bytes(params["unet"])
+    assert weights["VAE decoder"] == tpu.tree_bytes([params["vae"][name] for name in ("decoder", "post_quant_conv")])
+    # Of the tokens' embeddings a few rows are read, and XL takes the first encoder's last but one layer.
+    first, second = (params[name]["text_model"] for name in ("text_encoder", "text_encoder_2"))
+    last = max(first["encoder"]["layers"], key=int)
+    unread = [text["embeddings"]["token_embedding"] for text in (first, second)]
+    unread += [first["encoder"]["layers"][last], first["final_layer_norm"]]
+    encoders = tpu.tree_bytes([params["text_encoder"], params["text_encoder_2"]])
+    assert weights["text encoders"] == encoders - tpu.tree_bytes(unread)
+
+
 @needs_compiler
 @pytest.mark.parametrize("chip", tpu.CHIPS)
 @pytest.mark.parametrize("chips", [1, 4, 8])
 def test_each_chip_can_be_had_in_each_number(chip, chips):
     devices = tpu.tpu_devices(chip, chips)
     assert len(devices) == chips
-    assert {device.device_kind for device in devices} <= {tpu.CHIPS[chip].kind, "TPU v5p"}
+    assert {device.device_kind for device in devices} <= set(tpu.CHIPS[chip].kinds)
 
 
 @needs_compiler
@@ -104,8 +166,21 @@ def test_the_compilers_refusal_becomes_a_sentence():
     assert "Ran out of memory" in answer["message"]
 
 
+def test_another_refusal_is_not_taken_for_one_of_size():
+    class Lowered:
+        def as_text(self):
+            return "a program"
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="vmem"):
+        tpu.ask_compiler(Lowered(), "v5e")
+
+
 def refuse(*_, **__):
-    return {"fits": False, "message": "RESOURCE_EXHAUSTED: Ran out of memory\nand more", "compile_seconds": 1.0}
+    message = "RESOURCE_EXHAUSTED: Ran out of memory\nand more"
+    return {"fits": False, "message": message, "compile_seconds": 1.0, "date": "2026-11-22"}
 
 
 @needs_compiler
@@ -116,7 +191,50 @@ def test_a_program_that_does_not_fit_is_reported_without_parts(monkeypatch):
     assert report["parts"] == []
     validate(report)
     assert "It does not fit" in tpu.text_of(report)
-    assert "no" in tpu.table_of([report]).splitlines()[1].split()
+    assert "| no " in tpu.table_of([report]).splitlines()[2]
+
+
+def accept(unread=2**20):
+    memory = dict.fromkeys(("arguments", "temporaries", "program", "output"), 2**30) | {"unread": unread}
+    answer = {"fits": True, "flops": 1e12, "bytes_accessed": 1e9, "memory": memory}
+    return lambda *_, **__: answer | {"compile_seconds": 1.0, "date": "2026-11-22"}
+
+
+@needs_compiler
+def test_parameters_that_are_not_read_need_room_too(monkeypatch):
+    monkeypatch.setattr(reports, "ask_compiler", accept(unread=12 * 2**30))
+    report = tpu.compile_report(tpu.Program("shapes-sd", steps=2))
+    assert not report["fits"]
+    assert report["verdict"] == "It does not fit: its parts take 16.00 GiB on each chip, of 15.75 GiB."
+    validate(report)
+
+
+@needs_compiler
+def test_the_command_prints_a_page_or_json(monkeypatch, capsys):
+    monkeypatch.setattr(reports, "ask_compiler", accept())
+    assert main(["shapes-sd", "--chips", "8", "--steps", "20"]) == 0
+    page = capsys.readouterr().out.splitlines()
+    assert page[0] == "shapes-sd, 64 × 64 pixels, 20 steps, bfloat16, batch 1 on each of 8 v5e chip(s), by pmap"
+    assert page[1] == "It fits: its parts take 4.00 GiB on each chip, of 15.75 GiB."
+    assert [line.split()[:3] for line in page if line.startswith("denoising step")] == [["denoising", "step", "20"]]
+    assert page[-1].startswith("Compiled in 1 s on 2026-11-22 by libtpu ")
+    assert main(["shapes-sd", "--json"]) == 0
+    validate(json.loads(capsys.readouterr().out))
+
+
+@needs_compiler
+def test_the_command_looks_for_the_largest_batch(monkeypatch, capsys):
+    monkeypatch.setattr(reports, "ask_compiler", refuse)
+    assert main(["shapes-sd", "--largest-batch"]) == 0
+    assert "The largest batch that fits? None fits: not even one picture at a time." in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["shapes-sd", "--largest-batch", "--batch", "2"])
+    assert "--largest-batch looks for the batch itself: leave --batch out" in capsys.readouterr().err
+
+
+def test_the_command_prints_what_is_recorded(capsys):
+    assert main(["--recorded"]) == 0
+    assert capsys.readouterr().out == tpu.table_of(tpu.recorded_reports()) + "\n"
 
 
 @pytest.mark.parametrize(("each", "expected"), [(5, 2), (20, 0), (9, 1), (1, 14)])
@@ -127,7 +245,7 @@ def test_the_largest_batch_is_confirmed_at_n_and_n_plus_1(monkeypatch, each, exp
         # Prediction is exact without a bend; with one, later pictures need more or less than the first two.
         fits = 2**30 + needs * (1 + bend * (program.batch > 2)) <= 15.75 * 2**30
         hbm = {"parameters": 2**29, "temporaries": needs, "program": 2**29, "output": 0}
-        return {"fits": fits, "hbm": hbm if fits else None, "compile_seconds": 1.0}
+        return {"fits": fits, "hbm": hbm if fits else None, "compile_seconds": 1.0, "date": "2026-11-22"}
 
     monkeypatch.setattr(reports, "memory_report", answer)
     monkeypatch.setattr(reports, "usable_hbm", lambda chip: int(15.75 * 2**30))
@@ -213,11 +331,12 @@ def test_with_an_old_jax_there_is_a_sentence_and_no_crash(monkeypatch):
 
 @needs_compiler
 def test_libtpu_held_by_another_process_gives_one_sentence():
-    code = "import jax; jax.config.update('jax_platforms', 'cpu'); from helpers import tpu; tpu.tpu_devices(); input()"
+    code = "import jax; jax.config.update('jax_platforms', 'cpu'); from helpers import tpu; tpu.tpu_devices(); "
+    code += "print('held', flush=True); input()"
     # As on a machine with chips, where two processes at a time must not reach for them.
     environment = os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "0"}
     holder = subprocess.Popen(
-        [sys.executable, "-c", code.replace("input()", "print('held', flush=True); input()")],
+        [sys.executable, "-c", code],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -257,9 +376,11 @@ def test_a_recorded_report_fits_the_schema(file):
 def test_a_recorded_report_is_on_the_program_of_its_name(file):
     program = record_tpu.programs()[file.stem]
     report = json.loads(file.read_text())
-    for name in ("pipeline", "chip", "chips", "dtype", "steps", "parallel"):
+    for name in ("pipeline", "chip", "chips", "batch", "dtype", "steps", "parallel"):
         assert report["program"][name] == getattr(program, name)
-    assert report["program"]["batch"] == 1
+    sides = {"shapes-sd": 64, "sd": 512, "sdxl": 1024}[program.pipeline]
+    heads = program.pipeline == "sdxl" if program.split_head_dim is None else program.split_head_dim
+    assert [report["program"][name] for name in ("height", "width", "split_head_dim")] == [sides, sides, heads]
 
 
 @each_report
@@ -294,6 +415,13 @@ def test_recorded_operations_add_up_to_the_whole(file):
     assert report["least_seconds"] == pytest.approx(sum(part["least_seconds"] for part in report["parts"]))
 
 
+def test_the_bound_lies_below_each_published_time():
+    times = tpu.published_times(tpu.recorded_reports())
+    assert {system for system, *_ in times} == {"TPU v5e-4", "TPU v4-8"}
+    for _, least, measured in times:
+        assert 0.1 * measured < least < measured  # a bound far below would be a wrong count, too
+
+
 def test_the_most_useful_is_recorded_first(tmp_path):
     left = record_tpu.missing(record_tpu.programs(), tmp_path)
     real = [(name, what) for name, what in left if not name.startswith("shapes")]
@@ -308,7 +436,7 @@ def test_the_recorder_names_what_is_left_to_do(capsys, tmp_path):
     assert len(listed) == len(record_tpu.programs())
     assert sum("report, largest batch to do" in line for line in listed) == 12
     assert record_tpu.main(["--minutes", "0", "--to", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"Left to do: {len(listed) + 12}.\n"
+    assert capsys.readouterr().out == f"Left to do: {len(listed) + 12}. Failed: nothing.\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -319,3 +447,17 @@ def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
     monkeypatch.setattr(tpu, "compile_report", lambda program, **_: {"of": program.chip, "largest_batch": None})
     assert record_tpu.main(["--only", "sdxl-float32-v4", "--to", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "sdxl-float32-v4.json").read_text()) == {"of": "v4", "largest_batch": found}
+
+
+def test_the_recorder_goes_on_after_a_program_that_fails(monkeypatch, capsys, tmp_path):
+    def report(program, **_):
+        if program.chip == "v4":
+            raise jax.errors.JaxRuntimeError("INTERNAL: no such thing")
+        return {"of": program.chip, "largest_batch": {"largest": 0}}
+
+    monkeypatch.setattr(tpu, "tpu_devices", lambda: None)
+    monkeypatch.setattr(tpu, "compile_report", report)
+    monkeypatch.setattr(tpu, "largest_batch", lambda *_, **__: {"largest": 0})
+    assert record_tpu.main(["--only", "sdxl-bfloat16-v", "--to", str(tmp_path)]) == 1
+    assert capsys.readouterr().out == "Left to do: 0. Failed: sdxl-bfloat16-v4.\n"
+    assert "sdxl-bfloat16-v6e.json" in {file.name for file in tmp_path.iterdir()}

@@ -31,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, default=tpu.default_cache(), help="folder of answers (%(default)s)")
     options = vars(parser.parse_args(arguments))
     as_json, cache, look = options.pop("json"), options.pop("cache"), options.pop("largest_batch")
+    if look and options["batch"] != 1:
+        parser.error("--largest-batch looks for the batch itself: leave --batch out")
     if options.pop("recorded"):
         reports = tpu.recorded_reports()
         print(json.dumps(reports, indent=1) if as_json else tpu.table_of(reports))
@@ -49,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             report = {"largest_batch": tpu.largest_batch(program, cache=cache, say=say)}
             program = dataclasses.replace(program, batch=max(1, report["largest_batch"]["largest"]))
         report = tpu.compile_report(program, cache=cache, say=say) | report
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise  # nothing that a sentence could explain
         say(str(error))

@@ -1,6 +1,7 @@
 """The TPU compiler: for which chips it can be asked, and what it answers."""
 
 import ctypes
+import datetime
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -32,8 +33,8 @@ class Chip:
 
     Attributes
     ----------
-    kind : str
-        JAX's ``device_kind``.
+    kinds : tuple of str
+        What JAX calls its ``device_kind``, now or earlier.
     flops, bandwidth : float
         Most operations in bfloat16 in a second, and most bytes from HBM in a second.
     on_chip : int
@@ -42,7 +43,7 @@ class Chip:
         For each number of chips the arguments of ``get_topology_desc``.
     """
 
-    kind: str
+    kinds: tuple[str, ...]
     flops: float
     bandwidth: float
     on_chip: int
@@ -65,10 +66,10 @@ def _topologies(*names: str, **options) -> dict[int, dict]:
 _V4 = _topologies("v4:1x1x1", "v4:2x2x1", "v4:2x2x2", chip_config_name="megacore")
 _V5P = _topologies("v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2")
 CHIPS = {
-    "v4": Chip("TPU v4", 275e12, 1.23e12, 2 * 16 * 2**20 + 134_000_000, _V4),
-    "v5e": Chip("TPU v5 lite", 197e12, 820e9, 128 * 2**20, _topologies("v5e:1x1", "v5e:2x2", "v5e:2x4")),
-    "v5p": Chip("TPU v5", 459e12, 2.765e12, 2 * 64 * 2**20, _V5P),
-    "v6e": Chip("TPU v6 lite", 920e12, 1.64e12, 128 * 2**20, _topologies("v6e:1x1", "v6e:2x2", "v6e:2x4")),
+    "v4": Chip(("TPU v4",), 275e12, 1.23e12, 2 * 16 * 2**20 + 134_000_000, _V4),
+    "v5e": Chip(("TPU v5 lite", "TPU v5e"), 197e12, 820e9, 128 * 2**20, _topologies("v5e:1x1", "v5e:2x2", "v5e:2x4")),
+    "v5p": Chip(("TPU v5", "TPU v5p"), 459e12, 2.765e12, 2 * 64 * 2**20, _V5P),
+    "v6e": Chip(("TPU v6 lite", "TPU v6e"), 920e12, 1.64e12, 128 * 2**20, _topologies("v6e:1x1", "v6e:2x2", "v6e:2x4")),
 }
 
 
@@ -131,10 +132,9 @@ def tpu_devices(chip: str = "v5e", chips: int = 1) -> list:
         ) from None
 
 
-def versions() -> dict[str, str | None]:
+def versions() -> dict[str, str]:
     """What decides what the compiler answers: the versions of the packages that make and compile the program."""
-    installed = {d.name: d.version for d in reversed([*importlib.metadata.distributions()])}
-    return {name: installed.get(name) for name in _PACKAGES}
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def default_cache() -> Path:
@@ -163,8 +163,13 @@ def ask_compiler(
     Returns
     -------
     dict
-        ``fits`` and ``compile_seconds``; where it fits ``flops`` and ``bytes_accessed`` (both count a loop's body
-        once) and ``memory``, in bytes on each chip; where not, the compiler's ``message``.
+        ``fits``, ``compile_seconds`` and ``date``; where it fits ``flops`` and ``bytes_accessed`` (both count a loop's
+        body once) and ``memory``, in bytes on each chip; where not, the compiler's ``message``.
+
+    Raises
+    ------
+    jax.errors.JaxRuntimeError
+        If the compiler refuses the program for anything but the size of the chip's HBM.
     """
     text = json.dumps([chip, versions()]) + lowered.as_text()
     kept = cache and cache / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
@@ -177,7 +182,7 @@ def ask_compiler(
         with _heartbeat(say):
             compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if "RESOURCE_EXHAUSTED" not in str(error) or "hbm" not in str(error).lower():
             raise
         answer = {"fits": False, "message": str(error)[:2000]}
     else:
@@ -189,10 +194,10 @@ def ask_compiler(
             "temporaries": memory.temp_size_in_bytes,
             "program": memory.generated_code_size_in_bytes,
             "output": memory.output_size_in_bytes,
-            "peak": getattr(memory, "peak_memory_in_bytes", None),
         }
     ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves hundreds of MB to the C library, which keeps them otherwise
     answer["compile_seconds"] = round(time.monotonic() - start, 1)
+    answer["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
     say(f"{label}: {answer['compile_seconds']:.0f} s")
     if kept:
         write_json(kept, answer)

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import transformers
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from helpers.checkpoints import bundled_checkpoint, bundled_names
 from helpers.tpu.compiler import tpu_devices
 
 CONFIGURATIONS = Path(__file__).parents[1] / "configurations"
+_MODELS = ("scheduler", "text_encoder", "text_encoder_2", "unet", "vae")  # what of a pipeline computes
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Program:
     parallel : {"pmap", "jit"}
         ``jax.pmap`` as in chapter 5, or ``jax.jit`` with shardings.
     split_head_dim : bool, optional
-        How the UNet's attention lays out its heads; by default as the guides load the pipeline, which is True for
-        ``sdxl`` and what the configuration says elsewhere.
+        How the UNet's attention lays out its heads; by default as the chapters load the pipeline, which is True for
+        XL and what the configuration says elsewhere.
     """
 
     pipeline: str
@@ -105,20 +107,21 @@ def load_shapes(name: str, dtype: str = "bfloat16", split_head_dim: bool | None 
     cls_name = index["_class_name"].removeprefix("Flax")
     if cls_name not in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
         raise ValueError(f"{name!r} is a {cls_name}: only Stable Diffusion 1.x and XL have Flax pipelines here.")
-    if split_head_dim is None and name == "sdxl":
+    if split_head_dim is None and cls_name.endswith("XLPipeline"):
         split_head_dim = True
     parts, params = {}, {}
-    for part, entry in index.items():
-        if not isinstance(entry, list) or entry[0] not in ("diffusers", "transformers") or part.startswith("tokenizer"):
-            continue
-        library, kind = {"diffusers": diffusers, "transformers": transformers}[entry[0]], entry[1]
-        cls = getattr(library, kind if kind.startswith("Flax") else f"Flax{kind}")
+    for part in (model for model in _MODELS if model in index):
+        library, kind = index[part]
+        flax = f"Flax{kind.removeprefix('Flax')}"
+        cls = getattr({"diffusers": diffusers, "transformers": transformers}[library], flax, None)
+        if cls is None:
+            raise ValueError(f"{name!r} has a {kind}, and there is no {flax}: choose a pipeline with another {part}.")
         if part == "scheduler":
             parts[part] = cls.from_config(json.loads((folder / part / "scheduler_config.json").read_text()))
             params[part] = jax.eval_shape(parts[part].create_state)
             continue
         config = json.loads((folder / part / "config.json").read_text())
-        if entry[0] == "transformers":
+        if library == "transformers":
             # from_pretrained(dtype=…) never reaches these, so they compute in float32.
             parts[part] = cls(cls.config_class.from_dict(config), _do_init=False)
             shapes = parts[part].params_shape_tree
@@ -145,9 +148,20 @@ def _is_xl(pipeline) -> bool:
 
 
 def picture_size(program: Program, pipeline) -> tuple[int, int]:
-    """Height and width of a program's pictures, in pixels."""
+    """Height and width of a program's pictures, in pixels.
+
+    Raises
+    ------
+    ValueError
+        If the UNet cannot halve the latents' sides as often as it has to.
+    """
     usual = pipeline.unet.config.sample_size * pipeline.vae_scale_factor
-    return program.height or usual, program.width or usual
+    sides = program.height or usual, program.width or usual
+    step = pipeline.vae_scale_factor * 2 ** (len(pipeline.unet.config.block_out_channels) - 1)
+    if any(side % step for side in sides):
+        height, width = sides
+        raise ValueError(f"{program.pipeline} cannot draw {height} × {width} pixels: give multiples of {step}.")
+    return sides
 
 
 def _token_ids(pipeline, batch: int) -> jax.ShapeDtypeStruct:
@@ -190,7 +204,8 @@ def lower_parts(program: Program, pipeline, params) -> dict[str, tuple[jax.stage
     Returns
     -------
     dict
-        For each part the lowered program, how often it runs in a call, and the bytes of its weights.
+        For each part the lowered program, how often it runs in a call, and the bytes of the weights that each run
+        reads whole. Of the tokens' embeddings, it reads only the rows of the prompts' tokens.
     """
     sharding = SingleDeviceSharding(tpu_devices(program.chip)[0])
     xl, batch = _is_xl(pipeline), program.batch
@@ -244,7 +259,14 @@ def lower_parts(program: Program, pipeline, params) -> dict[str, tuple[jax.stage
     lowered = {}
     for name, (function, arguments, runs) in parts.items():
         placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), arguments)
-        lowered[name] = (jax.jit(function).lower(*placed), runs, tree_bytes(arguments[0]))
+        traced = jax.jit(function).trace(*placed)
+        jaxpr = traced.jaxpr.jaxpr
+        _, read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        weights = zip(jax.tree.leaves_with_path(arguments[0]), read, strict=False)  # the weights are the first inputs
+        whole = [
+            leaf for (path, leaf), is_read in weights if is_read and "token_embedding" not in jax.tree_util.keystr(path)
+        ]
+        lowered[name] = (traced.lower(), runs, tree_bytes(whole))
     return lowered
 
 

@@ -1,7 +1,6 @@
 """Reports on a program: will it fit, what takes the memory, and what is the least time."""
 
 import dataclasses
-import datetime
 import json
 from pathlib import Path
 
@@ -10,6 +9,9 @@ from helpers.tpu.programs import Program, load_shapes, lower_parts, lower_progra
 
 GIB = 2**30
 KINDS = ("parameters", "temporaries", "program", "output")  # of what lies in HBM
+# Seconds for a picture of 1024 × 1024 pixels in 20 steps by SDXL in bfloat16, on each of four chips at a time, measured
+# with JAX 0.4.16: https://huggingface.co/blog/sdxl_jax. The v4-8 has four chips; its name counts cores.
+PUBLISHED = {"v5e": ("TPU v5e-4", 2.33), "v4": ("TPU v4-8", 2.16)}
 # Installed from a wheel, the recorded reports lie inside the package; in a clone of the repository, beside it.
 _RECORDED = (Path(__file__).parents[1] / "recorded", Path(__file__).parents[2] / "benchmarks" / "tpu")
 
@@ -17,44 +19,45 @@ _RECORDED = (Path(__file__).parents[1] / "recorded", Path(__file__).parents[2] /
 def memory_report(program: Program, *, cache: Path | None = None, say=lambda line: None) -> dict:
     """Whether a program fits, and what takes how much of the HBM of each chip. One compilation.
 
-    The compiler decides: it refuses a program that does not fit.
+    The compiler decides: it refuses a program that does not fit. It never hears of parameters that the program does
+    not read, such as the VAE's encoder; as they lie on the chip all the same, there has to be room for them, too.
 
     Returns
     -------
     dict
-        ``fits``; ``verdict``, a sentence; ``usable_hbm`` in bytes; ``hbm``, the bytes of each kind, and ``peak``, the
-        most that the compiler has in use at a time, the program itself not among it (both None if it does not fit);
-        ``whole``, what the compiler counts in the whole program, a loop's body once; and ``compile_seconds``.
+        ``fits``; ``verdict``, a sentence; ``usable_hbm`` in bytes; ``hbm``, the bytes of each kind (None where the
+        compiler refuses); ``whole``, what the compiler counts in the whole program, a loop's body once; and
+        ``compile_seconds`` and ``date``.
     """
     pipeline, params = load_shapes(program.pipeline, program.dtype, program.split_head_dim)
     label = f"{program.pipeline} {program.dtype} {program.chip}-{program.chips} batch {program.batch}"
     say(f"{label}: lowering …")
     lowered = lower_program(program, pipeline, params)
     answer = ask_compiler(lowered, program.chip, params, label=label, cache=cache, say=say)
-    usable, hbm, peak = usable_hbm(program.chip), None, None
-    if answer["fits"]:
+    usable, hbm, fits = usable_hbm(program.chip), None, answer["fits"]
+    if fits:
         memory = answer["memory"]
-        hbm = {"parameters": memory["arguments"] + memory["unread"]}
-        hbm |= {kind: memory[kind] for kind in KINDS[1:]}
-        peak = memory["peak"]
-        verdict = f"It fits: its parts take {sum(hbm.values()) / GIB:.2f} GiB on each chip, of {usable / GIB:.2f} GiB."
+        hbm = {"parameters": memory["arguments"] + memory["unread"]} | {kind: memory[kind] for kind in KINDS[1:]}
+        fits = sum(hbm.values()) <= usable
+        sizes = f"its parts take {sum(hbm.values()) / GIB:.2f} GiB on each chip, of {usable / GIB:.2f} GiB."
+        verdict = f"It fits: {sizes}" if fits else f"It does not fit: {sizes}"
     else:
         verdict = f"It does not fit. The compiler: {answer['message'].splitlines()[0]}"
     return {
-        "fits": answer["fits"],
+        "fits": fits,
         "verdict": verdict,
         "usable_hbm": usable,
         "hbm": hbm,
-        "peak": peak,
         "whole": {kind: answer.get(kind) for kind in ("flops", "bytes_accessed")},
         "compile_seconds": answer["compile_seconds"],
+        "date": answer["date"],
     }
 
 
 def least_seconds(part: dict, chip: str) -> tuple[float, float]:
-    """Seconds below which a part cannot be done on a chip: for its operations, and for reading its weights from HBM.
+    """Seconds below which a part, as it was compiled, cannot be done: for its operations, and to read its weights.
 
-    Weights that fit into the memory on the chip need to be read only once in all of the part's runs.
+    What fits into the memory on the chip needs to be read only once in all of the part's runs.
     """
     peak, weights = CHIPS[chip], part["weight_bytes"]
     reads = weights + (part["runs"] - 1) * max(0, weights - peak.on_chip)
@@ -67,8 +70,8 @@ def compile_report(program: Program, *, cache: Path | None = None, say=lambda li
     Returns
     -------
     dict
-        What ``benchmarks/report.schema.json`` describes: the program, versions and date, ``memory_report``'s answers,
-        the bytes of each model's parameters, the parts, and the least seconds for a call and for a picture.
+        What ``benchmarks/report.schema.json`` describes: the program, the versions, ``memory_report``'s answers, the
+        bytes of each model's parameters, the parts, and the least seconds for a call and for a picture.
     """
     pipeline, params = load_shapes(program.pipeline, program.dtype, program.split_head_dim)
     height, width = picture_size(program, pipeline)
@@ -77,7 +80,6 @@ def compile_report(program: Program, *, cache: Path | None = None, say=lambda li
     report = {
         "program": dataclasses.asdict(program) | settings,
         "versions": versions(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         **memory_report(program, cache=cache, say=say),
         "parameter_bytes": {name: tree_bytes(tree) for name, tree in params.items() if name != "scheduler"},
         "parts": [],
@@ -110,15 +112,17 @@ def largest_batch(program: Program, *, cache: Path | None = None, say=lambda lin
     Returns
     -------
     dict
-        ``largest`` (0 if not even one picture fits), ``predicted`` (None unless both of them fit), and ``tried``: for
-        each batch whether it ``fits``, the ``hbm`` of each kind in bytes (None if not), and ``compile_seconds``.
+        ``largest`` (0 if not even one picture fits), ``predicted`` (None unless both of them fit), ``versions``,
+        ``date`` of the last answer, and ``tried``: for each batch whether it ``fits``, the ``hbm`` of each kind in
+        bytes (None where the compiler refuses), and ``compile_seconds``.
     """
-    tried, usable = {}, usable_hbm(program.chip)
+    tried, dates, usable = {}, set(), usable_hbm(program.chip)
 
     def fits(batch: int) -> bool:
         if batch not in tried:
             answer = memory_report(dataclasses.replace(program, batch=batch), cache=cache, say=say)
             tried[batch] = {"batch": batch} | {key: answer[key] for key in ("fits", "hbm", "compile_seconds")}
+            dates.add(answer["date"])
         return tried[batch]["fits"]
 
     def needs(batch: int) -> int:
@@ -135,7 +139,13 @@ def largest_batch(program: Program, *, cache: Path | None = None, say=lambda lin
             largest -= 1
         while fits(largest + 1):
             largest += 1
-    return {"largest": largest, "predicted": predicted, "tried": [tried[batch] for batch in sorted(tried)]}
+    return {
+        "largest": largest,
+        "predicted": predicted,
+        "versions": versions(),
+        "date": max(dates),
+        "tried": [tried[batch] for batch in sorted(tried)],
+    }
 
 
 def recorded_reports() -> list[dict]:
@@ -180,31 +190,46 @@ def text_of(report: dict) -> str:
 
 
 def table_of(reports: list[dict]) -> str:
-    """Reports as a table of text, a line for each: MiB on each chip by kind, and the least seconds for a picture."""
-    head = "".join(f"{kind:>12}" for kind in KINDS)
-    lines = [f"{'(memory in MiB on each chip)':<66}{'fits':<5}{head}{'least':>11}{'compiled':>10}"]
+    """Reports as a table in Markdown, with a row for each program and for its largest batch, and who answered when."""
+    head = ["program", "chips", "batch", "fits", *(f"{kind}, MiB" for kind in KINDS)]
+    rows = [[*head, "a picture, GFLOP", "at least", "compiled in"]]
     for report in reports:
-        for name, hbm, least, seconds in rows_of(report):
-            sizes = "".join(f"{hbm[kind] / 2**20:>12,.1f}" if hbm else f"{'-':>12}" for kind in KINDS)
-            shortest = f"{least:.3g} s" if least else "-"
-            lines.append(f"{name:<66}{'yes' if hbm else 'no':<5}{sizes}{shortest:>11}{seconds:>8.0f} s")
+        p, found = report["program"], report["largest_batch"]
+        name = f"{p['pipeline']}, {p['height']} × {p['width']}, {p['steps']} steps, {p['dtype']}"
+        if p["split_head_dim"] != ("text_encoder_2" in report["parameter_bytes"]):  # which only XL has
+            name += f", split_head_dim={p['split_head_dim']}"
+        entries = [report | {"batch": p["batch"]}]
+        if found:
+            entries += [other for other in found["tried"] if other["batch"] == found["largest"] > p["batch"]]
+        for entry in entries:
+            largest = ", the largest" if found and entry["batch"] == found["largest"] else ""
+            sizes = [f"{entry['hbm'][kind] / 2**20:,.1f}" if entry["hbm"] else "" for kind in KINDS]
+            row = [name, f"{p['chips']} × {p['chip']}", f"{entry['batch']}{largest}", "yes" if entry["fits"] else "no"]
+            flops = sum(part["flops"] * part["runs"] for part in entry.get("parts", ())) / entry["batch"]
+            bound = [f"{flops / 1e9:,.0f}", f"{entry['least_seconds_per_picture']:.3g} s"] if flops else ["", ""]
+            rows.append([*row, *sizes, *bound, f"{entry['compile_seconds']:.0f} s"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows.insert(1, ["-" * width for width in widths])
+    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+    answers = [answer for report in reports for answer in (report, report["largest_batch"]) if answer]
+    asked = {f"libtpu {answer['versions']['libtpu']} with jax {answer['versions']['jax']}" for answer in answers}
+    dates = sorted(answer["date"] for answer in answers)
+    lines += ["", f"Answered by {', '.join(sorted(asked))}, from {dates[0]} to {dates[-1]}."]
     return "\n".join(lines)
 
 
-def rows_of(report: dict) -> list[tuple[str, dict | None, float | None, float]]:
-    """The rows of a report in a table: one for its program, and one for the largest batch, if it was looked for.
-
-    Each is a name, the bytes of HBM by kind (None: it does not fit), the least seconds for a picture, if they were
-    counted, and the seconds that the compiler took.
-    """
-    p, found = report["program"], report["largest_batch"]
-    name = f"{p['pipeline']} {p['height']}×{p['width']}, {p['steps']} steps, {p['dtype']}, {p['chips']} {p['chip']}, "
-    heads = "" if p["split_head_dim"] == (p["pipeline"] == "sdxl") else ", other heads"
-    least = report["least_seconds_per_picture"]
-    rows = [(f"{name}batch {p['batch']}{heads}", report["hbm"], least, report["compile_seconds"])]
-    for other in found["tried"] if found else []:
-        if other["batch"] == found["largest"] > p["batch"]:
-            rows.append(
-                (f"{name}batch {other['batch']}, the largest{heads}", other["hbm"], None, other["compile_seconds"])
-            )
-    return rows
+def published_times(reports: list[dict]) -> list[tuple[str, float, float]]:
+    """For each of ``PUBLISHED`` whose program is among the reports the system, its least and its measured seconds."""
+    found = []
+    for chip, (system, measured) in PUBLISHED.items():
+        wanted = {
+            "pipeline": "sdxl",
+            "chip": chip,
+            "dtype": "bfloat16",
+            "steps": 20,
+            "batch": 1,
+            "split_head_dim": True,
+        }
+        least = [report["least_seconds"] for report in reports if wanted.items() <= report["program"].items()]
+        found += [(system, seconds, measured) for seconds in least]
+    return found
