@@ -168,8 +168,8 @@ def ask_compiler(
 
     Raises
     ------
-    jax.errors.JaxRuntimeError
-        If the compiler refuses the program for anything but the size of the chip's HBM.
+    RuntimeError
+        JAX's own, if the compiler refuses the program for anything but the size of the chip's HBM.
     """
     text = json.dumps([chip, versions()]) + lowered.as_text()
     kept = cache and cache / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
