@@ -40,6 +40,7 @@ nitpick_ignore_regex = [
 # The chapters come executed; nothing is executed here.
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # which has tables
 myst_enable_extensions = ["deflist", "attrs_block"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]

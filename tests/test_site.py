@@ -107,6 +107,11 @@ def test_a_chapter_has_its_outputs_its_neighbours_and_its_notebook(site, chapter
     assert "Show the solution" in folded[0].text
 
 
+def test_a_table_that_a_chapter_prints_is_one_on_its_page(site):
+    soup = parse(site / "notebooks" / "08_tpu_compiler.html")
+    assert [table.th.text for table in soup.select(".cell_output table")] == ["pipeline", "pipeline"]
+
+
 def tags(cell) -> list[str]:
     return cell.metadata.get("tags", [])
 
@@ -268,7 +273,8 @@ def test_the_report_has_a_row_for_each_program_and_its_largest_batch(monkeypatch
         program = report["program"] | {"chip": ("v5e", "v4", "v6e")[number], "split_head_dim": number != 2}
         (tmp_path / f"{number}.json").write_text(json.dumps(report | other | {"program": program}))
     page = build_site.tpu_report()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    lines = page.replace("\N{NO-BREAK SPACE}", " ").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     name, sizes = "sdxl, 1024 × 1024, 20 steps, bfloat16", ["2,048.0", "1.0", "1.5", "0.0"]
     assert rows[2:6] == [
         [name, "1 × v5e", "1", "yes", *sizes, "65,000", "1.5 s", "9 s"],

@@ -191,8 +191,7 @@ def text_of(report: dict) -> str:
 
 def table_of(reports: list[dict]) -> str:
     """Reports as a table in Markdown, with a row for each program and for its largest batch, and who answered when."""
-    head = ["program", "chips", "batch", "fits", *(f"{kind}, MiB" for kind in KINDS)]
-    rows = [[*head, "a picture, GFLOP", "at least", "compiled in"]]
+    rows = [["pipeline", "chips", "batch", "fits", *KINDS, "GFLOP", "at least", "compiled"]]
     for report in reports:
         p, found = report["program"], report["largest_batch"]
         name = f"{p['pipeline']}, {p['height']} × {p['width']}, {p['steps']} steps, {p['dtype']}"
@@ -204,17 +203,20 @@ def table_of(reports: list[dict]) -> str:
         for entry in entries:
             largest = ", the largest" if found and entry["batch"] == found["largest"] else ""
             sizes = [f"{entry['hbm'][kind] / 2**20:,.1f}" if entry["hbm"] else "" for kind in KINDS]
-            row = [name, f"{p['chips']} × {p['chip']}", f"{entry['batch']}{largest}", "yes" if entry["fits"] else "no"]
+            chips = f"{p['chips']}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{p['chip']}"
+            row = [name, chips, f"{entry['batch']}{largest}", "yes" if entry["fits"] else "no"]
             flops = sum(part["flops"] * part["runs"] for part in entry.get("parts", ())) / entry["batch"]
             bound = [f"{flops / 1e9:,.0f}", f"{entry['least_seconds_per_picture']:.3g} s"] if flops else ["", ""]
             rows.append([*row, *sizes, *bound, f"{entry['compile_seconds']:.0f} s"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows]
+    rows.insert(1, ["-" * width for width in widths[:4]] + [f"{'-' * (width - 1)}:" for width in widths[4:]])
+    aligned = [[*map(str.ljust, row[:4], widths), *map(str.rjust, row[4:], widths[4:])] for row in rows]
+    lines = [f"| {' | '.join(row)} |" for row in aligned]
     answers = [answer for report in reports for answer in (report, report["largest_batch"]) if answer]
     asked = {f"libtpu {answer['versions']['libtpu']} with jax {answer['versions']['jax']}" for answer in answers}
     dates = sorted(answer["date"] for answer in answers)
-    lines += ["", f"Answered by {', '.join(sorted(asked))}, from {dates[0]} to {dates[-1]}."]
+    units = "Memory is in MiB on each chip; operations and the least time are those of a picture."
+    lines += ["", f"{units} Answered by {', '.join(sorted(asked))}, from {dates[0]} to {dates[-1]}."]
     return "\n".join(lines)
 
 
