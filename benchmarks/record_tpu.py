@@ -16,7 +16,7 @@ import jax
 import transformers
 
 from helpers import tpu
-from helpers.tpu.compiler import write_json
+from helpers.tpu.compiler import versions, write_json
 
 FOLDER = Path(__file__).with_name("tpu")
 REPORT, LARGEST = "report", "largest batch"  # what there is to do about a program
@@ -96,8 +96,10 @@ def main(arguments: list[str] | None = None) -> int:
             if what == REPORT:
                 report = tpu.compile_report(program, cache=options.cache, say=say)
             else:
-                found = tpu.largest_batch(program, cache=options.cache, say=say)
-                report = json.loads(file.read_text()) | {"largest_batch": found}
+                report = json.loads(file.read_text())
+                known = report if report["versions"] == versions() else None  # batch 1, as recorded
+                found = tpu.largest_batch(program, report=known, cache=options.cache, say=say)
+                report["largest_batch"] = found
         except jax.errors.JaxRuntimeError as error:  # the other programs may still compile
             say(f"{name}: the compiler failed: {error}")
             refused.append(name)

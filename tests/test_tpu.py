@@ -256,6 +256,10 @@ def test_the_largest_batch_is_confirmed_at_n_and_n_plus_1(monkeypatch, each, exp
     if bend == 0:
         assert found["largest"] == expected
         assert found["predicted"] in (None, expected)
+    report, asked = answer(tpu.Program("sd")), []
+    monkeypatch.setattr(reports, "memory_report", lambda program, **_: asked.append(program.batch) or answer(program))
+    assert tpu.largest_batch(tpu.Program("sd"), report=report) == found
+    assert 1 not in asked
 
 
 @needs_compiler
@@ -443,17 +447,23 @@ def test_the_recorder_names_what_is_left_to_do(capsys, tmp_path):
 def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
     found = {"largest": 0, "predicted": None, "tried": []}
     monkeypatch.setattr(tpu, "tpu_devices", lambda: None)
-    monkeypatch.setattr(tpu, "largest_batch", lambda *_, **__: found)
-    monkeypatch.setattr(tpu, "compile_report", lambda program, **_: {"of": program.chip, "largest_batch": None})
-    assert record_tpu.main(["--only", "sdxl-float32-v4", "--to", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "sdxl-float32-v4.json").read_text()) == {"of": "v4", "largest_batch": found}
+    known = []  # a recorded report of batch 1 is not compiled again, unless by other versions
+    monkeypatch.setattr(tpu, "largest_batch", lambda *_, report, **__: known.append(report) or found)
+    report = {"of": "v4", "versions": compiler.versions(), "largest_batch": None}
+    monkeypatch.setattr(tpu, "compile_report", lambda *_, **__: dict(report))
+    file = tmp_path / "sdxl-float32-v4.json"
+    assert record_tpu.main(["--only", file.stem, "--to", str(tmp_path)]) == 0
+    assert json.loads(file.read_text()) == report | {"largest_batch": found}
+    file.write_text(json.dumps(report | {"versions": {}}))
+    assert record_tpu.main(["--only", file.stem, "--to", str(tmp_path)]) == 0
+    assert [bool(each) for each in known] == [True, False]
 
 
 def test_the_recorder_goes_on_after_a_program_that_fails(monkeypatch, capsys, tmp_path):
     def report(program, **_):
         if program.chip == "v4":
             raise jax.errors.JaxRuntimeError("INTERNAL: no such thing")
-        return {"of": program.chip, "largest_batch": {"largest": 0}}
+        return {"versions": {}, "largest_batch": {"largest": 0}}
 
     monkeypatch.setattr(tpu, "tpu_devices", lambda: None)
     monkeypatch.setattr(tpu, "compile_report", report)

@@ -103,11 +103,14 @@ def compile_report(program: Program, *, cache: Path | None = None, say=lambda li
     return report
 
 
-def largest_batch(program: Program, *, cache: Path | None = None, say=lambda line: None) -> dict:
+def largest_batch(
+    program: Program, *, report: dict | None = None, cache: Path | None = None, say=lambda line: None
+) -> dict:
     """Find the largest batch that fits: predicted from two compilations, and confirmed at n and n + 1.
 
-    The first compilation is that of batch 1. The second is of the batch that would just fit if everything but the
-    parameters and the program grew with it; a line through both gives n.
+    The first compilation is that of batch 1; ``report``, what ``compile_report`` says of it, spares it. The second is
+    of the batch that would just fit if everything but the parameters and the program grew with it; a line through both
+    gives n.
 
     Returns
     -------
@@ -120,7 +123,8 @@ def largest_batch(program: Program, *, cache: Path | None = None, say=lambda lin
 
     def fits(batch: int) -> bool:
         if batch not in tried:
-            answer = memory_report(dataclasses.replace(program, batch=batch), cache=cache, say=say)
+            known = report if batch == 1 else None
+            answer = known or memory_report(dataclasses.replace(program, batch=batch), cache=cache, say=say)
             tried[batch] = {"batch": batch} | {key: answer[key] for key in ("fits", "hbm", "compile_seconds")}
             dates.add(answer["date"])
         return tried[batch]["fits"]
