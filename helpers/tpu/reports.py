@@ -109,8 +109,8 @@ def largest_batch(
     """Find the largest batch that fits: predicted from two compilations, and confirmed at n and n + 1.
 
     The first compilation is that of batch 1; ``report``, what ``compile_report`` says of it, spares it. The second is
-    of the batch that would just fit if everything but the parameters and the program grew with it; a line through both
-    gives n.
+    of half the batch that would just fit if everything but the parameters and the program grew with it: pictures after
+    the first need more than that. A line through both gives n.
 
     Returns
     -------
@@ -135,7 +135,7 @@ def largest_batch(
     largest, predicted = 0, None
     if fits(1):
         fixed = tried[1]["hbm"]["parameters"] + tried[1]["hbm"]["program"]
-        largest = max(2, (usable - fixed) // (needs(1) - fixed))
+        largest = max(2, (usable - fixed) // (needs(1) - fixed) // 2)
         if fits(largest):
             each = max(1, (needs(largest) - needs(1)) // (largest - 1))
             largest = predicted = largest + max(0, usable - needs(largest)) // each
