@@ -262,6 +262,30 @@ def test_the_largest_batch_is_confirmed_at_n_and_n_plus_1(monkeypatch, each, exp
     assert 1 not in asked
 
 
+@pytest.mark.parametrize(
+    "gib",
+    [
+        lambda batch: 2 + 5 * -(-batch // 8),  # full tiles of eight pictures
+        lambda batch: 2 + 0.5 * batch - 3 * (batch >= 8),  # from some batch on, the compiler saves memory
+        lambda batch: 2 + max(0.1 * batch, 0.9 * batch - 4),  # the first pictures promise too much
+        lambda batch: 3,  # another picture costs nothing, up to 40
+    ],
+)
+def test_the_largest_batch_is_found_soon_where_memory_grows_unevenly(monkeypatch, gib):
+    def answer(program, **_):
+        fits = gib(program.batch) <= 15.75 and program.batch <= 40
+        hbm = {"parameters": 2**30, "temporaries": int((gib(program.batch) - 1) * 2**30), "program": 0, "output": 0}
+        return {"fits": fits, "hbm": hbm if fits else None, "compile_seconds": 1.0, "date": "2026-11-22"}
+
+    monkeypatch.setattr(reports, "memory_report", answer)
+    monkeypatch.setattr(reports, "usable_hbm", lambda chip: int(15.75 * 2**30))
+    found = tpu.largest_batch(tpu.Program("sd"))
+    tried = {entry["batch"]: entry["fits"] for entry in found["tried"]}
+    assert tried[found["largest"]]
+    assert not tried[found["largest"] + 1]
+    assert len(tried) <= 12
+
+
 @needs_compiler
 def test_answers_are_kept_under_program_chip_and_versions(tmp_path, monkeypatch):
     def lower(chip, n):

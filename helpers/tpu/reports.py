@@ -106,16 +106,18 @@ def compile_report(program: Program, *, cache: Path | None = None, say=lambda li
 def largest_batch(
     program: Program, *, report: dict | None = None, cache: Path | None = None, say=lambda line: None
 ) -> dict:
-    """Find the largest batch that fits: predicted from two compilations, and confirmed at n and n + 1.
+    """Find the batch n that fits while n + 1 does not: predicted from two compilations, and confirmed at both.
 
     The first compilation is that of batch 1; ``report``, what ``compile_report`` says of it, spares it. The second is
     of half the batch that would just fit if everything but the parameters and the program grew with it: pictures after
-    the first need more than that. A line through both gives n.
+    the first need more than that. A line through both gives n. Where that is wrong, as memory does not grow evenly, a
+    line through batch 1 and the largest that was found to fit is tried, or the middle between it and the smallest that
+    was not.
 
     Returns
     -------
     dict
-        ``largest`` (0 if not even one picture fits), ``predicted`` (None unless both of them fit), ``versions``,
+        ``largest`` (0 if not even one picture fits), ``predicted`` (None if no more than one fits), ``versions``,
         ``date`` of the last answer, and ``tried``: for each batch whether it ``fits``, the ``hbm`` of each kind in
         bytes (None where the compiler refuses), and ``compile_seconds``.
     """
@@ -132,17 +134,22 @@ def largest_batch(
     def needs(batch: int) -> int:
         return sum(tried[batch]["hbm"].values())
 
-    largest, predicted = 0, None
-    if fits(1):
+    largest, predicted = int(fits(1)), None
+    refused = None if largest else 1  # the smallest batch that does not fit
+    if largest:
         fixed = tried[1]["hbm"]["parameters"] + tried[1]["hbm"]["program"]
-        largest = max(2, (usable - fixed) // (needs(1) - fixed) // 2)
-        if fits(largest):
-            each = max(1, (needs(largest) - needs(1)) // (largest - 1))
-            largest = predicted = largest + max(0, usable - needs(largest)) // each
-        while not fits(largest):
-            largest -= 1
-        while fits(largest + 1):
-            largest += 1
+        batch = max(2, (usable - fixed) // (needs(1) - fixed) // 2)
+    while refused is None or refused > largest + 1:
+        if fits(batch):
+            largest = batch
+            room, growth = usable - needs(largest), needs(largest) - needs(1)
+            line = largest + (room * (largest - 1) // growth if growth > 0 else largest)
+            predicted = predicted or line
+            batch = max(line, largest + 1)
+        else:
+            refused = batch
+        if refused and batch >= refused:
+            batch = (largest + refused) // 2
     return {
         "largest": largest,
         "predicted": predicted,
