@@ -6,6 +6,7 @@ takes many hours on 2 cores: ``--minutes`` and ``--only`` take a part of it.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -55,6 +56,21 @@ def missing(wanted: dict[str, tpu.Program], folder: Path) -> list[tuple[str, str
     return reports + largest
 
 
+def batch_on_another_chip(program: tpu.Program, folder: Path) -> int | None:
+    """Most of what should fit, as pictures need about as much memory on any chip; None if no other is recorded."""
+    for name, other in programs().items():
+        file = folder / f"{name}.json"
+        if dataclasses.replace(other, chip=program.chip) != program or other == program or not file.exists():
+            continue
+        found = json.loads(file.read_text())["largest_batch"]
+        if found and found["largest"] > 1:
+            needs = {entry["batch"]: sum(entry["hbm"].values()) for entry in found["tried"] if entry["fits"]}
+            each = (needs[found["largest"]] - needs[1]) / (found["largest"] - 1)
+            room = tpu.usable_hbm(program.chip) - needs[found["largest"]]
+            return max(2, int(0.9 * (found["largest"] + room / each)))
+    return None
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, help="start no program after so many minutes")
@@ -98,7 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 report = json.loads(file.read_text())
                 known = report if report["versions"] == versions() else None  # batch 1, as recorded
-                found = tpu.largest_batch(program, report=known, cache=options.cache, say=say)
+                second = batch_on_another_chip(program, options.to)
+                found = tpu.largest_batch(program, report=known, second=second, cache=options.cache, say=say)
                 report["largest_batch"] = found
         except jax.errors.JaxRuntimeError as error:  # the other programs may still compile
             say(f"{name}: the compiler failed: {error}")

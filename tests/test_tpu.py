@@ -483,6 +483,18 @@ def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
     assert [bool(each) for each in known] == [True, False]
 
 
+def test_the_recorder_starts_from_what_another_chip_holds(monkeypatch, tmp_path):
+    monkeypatch.setattr(tpu, "usable_hbm", lambda chip: {"v5e": 16, "v4": 32}[chip])
+    wanted = record_tpu.programs()
+    assert record_tpu.batch_on_another_chip(wanted["sd-bfloat16-v4"], tmp_path) is None
+    tried = [{"batch": batch, "fits": True, "hbm": {"parameters": 2, "temporaries": batch}} for batch in (1, 10)]
+    report = {"largest_batch": {"largest": 10, "tried": [*tried, {"batch": 11, "fits": False, "hbm": None}]}}
+    (tmp_path / "sd-bfloat16-v5e.json").write_text(json.dumps(report))
+    assert record_tpu.batch_on_another_chip(wanted["sd-bfloat16-v4"], tmp_path) == 27  # 0.9 of (32 - 2)
+    assert record_tpu.batch_on_another_chip(wanted["sd-bfloat16-v5e"], tmp_path) is None
+    assert record_tpu.batch_on_another_chip(wanted["sd-float32-v4"], tmp_path) is None
+
+
 def test_the_recorder_goes_on_after_a_program_that_fails(monkeypatch, capsys, tmp_path):
     def report(program, **_):
         if program.chip == "v4":

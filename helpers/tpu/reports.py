@@ -104,15 +104,20 @@ def compile_report(program: Program, *, cache: Path | None = None, say=lambda li
 
 
 def largest_batch(
-    program: Program, *, report: dict | None = None, cache: Path | None = None, say=lambda line: None
+    program: Program,
+    *,
+    report: dict | None = None,
+    second: int | None = None,
+    cache: Path | None = None,
+    say=lambda line: None,
 ) -> dict:
     """Find the batch n that fits while n + 1 does not: predicted from two compilations, and confirmed at both.
 
     The first compilation is that of batch 1; ``report``, what ``compile_report`` says of it, spares it. The second is
-    of half the batch that would just fit if everything but the parameters and the program grew with it: pictures after
-    the first need more than that. A line through both gives n. Where that is wrong, as memory does not grow evenly, a
-    line through batch 1 and the largest that was found to fit is tried, or the middle between it and the smallest that
-    was not.
+    of the batch ``second``, or else of half of what would just fit if everything but the parameters and the program
+    grew with the batch: pictures after the first need more. A line through both gives n. Where that is wrong,
+    as memory does not grow evenly, next is what fits if each picture more takes as much as they ever did, or the middle
+    between the largest batch that was found to fit and the smallest that was not.
 
     Returns
     -------
@@ -134,16 +139,16 @@ def largest_batch(
     def needs(batch: int) -> int:
         return sum(tried[batch]["hbm"].values())
 
-    largest, predicted = int(fits(1)), None
+    largest, predicted, steepest = int(fits(1)), None, 0
     refused = None if largest else 1  # the smallest batch that does not fit
     if largest:
         fixed = tried[1]["hbm"]["parameters"] + tried[1]["hbm"]["program"]
-        batch = max(2, (usable - fixed) // (needs(1) - fixed) // 2)
+        batch = max(2, second or (usable - fixed) // (needs(1) - fixed) // 2)
     while refused is None or refused > largest + 1:
         if fits(batch):
             largest = batch
-            room, growth = usable - needs(largest), needs(largest) - needs(1)
-            line = largest + (room * (largest - 1) // growth if growth > 0 else largest)
+            steepest = max(steepest, (needs(largest) - needs(1)) // (largest - 1))
+            line = largest + ((usable - needs(largest)) // steepest if steepest else largest)
             predicted = predicted or line
             batch = max(line, largest + 1)
         else:
