@@ -17,7 +17,7 @@ import jax
 import transformers
 
 from helpers import tpu
-from helpers.tpu.compiler import versions, write_json
+from helpers.tpu.compiler import write_json
 
 FOLDER = Path(__file__).with_name("tpu")
 REPORT, LARGEST = "report", "largest batch"  # what there is to do about a program
@@ -56,19 +56,24 @@ def missing(wanted: dict[str, tpu.Program], folder: Path) -> list[tuple[str, str
     return reports + largest
 
 
-def batch_on_another_chip(program: tpu.Program, folder: Path) -> int | None:
-    """Most of what should fit, as pictures need about as much memory on any chip; None if no other is recorded."""
+def guess_from_another_chip(program: tpu.Program, folder: Path) -> int | None:
+    """Nine tenths of the batch that should fit, as pictures need about as much memory on any chip; None if unknown.
+
+    Of the chips whose answer for the same model and dtype is recorded, the one with the most similar memory counts.
+    """
+    usable, guesses = tpu.usable_hbm(program.chip), []
     for name, other in programs().items():
         file = folder / f"{name}.json"
-        if dataclasses.replace(other, chip=program.chip) != program or other == program or not file.exists():
+        if other == program or dataclasses.replace(other, chip=program.chip) != program or not file.exists():
             continue
-        found = json.loads(file.read_text())["largest_batch"]
-        if found and found["largest"] > 1:
+        report = json.loads(file.read_text())
+        found = report["largest_batch"] or {"largest": 0}
+        if found["largest"] > 1:
             needs = {entry["batch"]: sum(entry["hbm"].values()) for entry in found["tried"] if entry["fits"]}
             each = (needs[found["largest"]] - needs[1]) / (found["largest"] - 1)
-            room = tpu.usable_hbm(program.chip) - needs[found["largest"]]
-            return max(2, int(0.9 * (found["largest"] + room / each)))
-    return None
+            fitting = found["largest"] + (usable - needs[found["largest"]]) / each
+            guesses.append((abs(usable - report["usable_hbm"]), int(0.9 * fitting)))
+    return min(guesses)[1] if guesses else None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -112,11 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
             if what == REPORT:
                 report = tpu.compile_report(program, cache=options.cache, say=say)
             else:
-                report = json.loads(file.read_text())
-                known = report if report["versions"] == versions() else None  # batch 1, as recorded
-                second = batch_on_another_chip(program, options.to)
-                found = tpu.largest_batch(program, report=known, second=second, cache=options.cache, say=say)
-                report["largest_batch"] = found
+                guess = guess_from_another_chip(program, options.to)
+                known = json.loads(file.read_text())
+                found = tpu.largest_batch(program, report=known, guess=guess, cache=options.cache, say=say)
+                report = json.loads(file.read_text()) | {"largest_batch": found}
         except jax.errors.JaxRuntimeError as error:  # the other programs may still compile
             say(f"{name}: the compiler failed: {error}")
             refused.append(name)

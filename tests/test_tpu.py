@@ -237,53 +237,78 @@ def test_the_command_prints_what_is_recorded(capsys):
     assert capsys.readouterr().out == tpu.table_of(tpu.recorded_reports()) + "\n"
 
 
-@pytest.mark.parametrize(("each", "expected"), [(5, 2), (20, 0), (9, 1), (1, 14)])
-@pytest.mark.parametrize("bend", [0.0, 0.15, -0.15])
-def test_the_largest_batch_is_confirmed_at_n_and_n_plus_1(monkeypatch, each, expected, bend):
-    def answer(program, **_):
-        needs = each * program.batch * 2**30
-        # Prediction is exact without a bend; with one, later pictures need more or less than the first two.
-        fits = 2**30 + needs * (1 + bend * (program.batch > 2)) <= 15.75 * 2**30
-        hbm = {"parameters": 2**29, "temporaries": needs, "program": 2**29, "output": 0}
-        return {"fits": fits, "hbm": hbm if fits else None, "compile_seconds": 1.0, "date": "2026-11-22"}
+@pytest.fixture
+def memory_of(monkeypatch):
+    """Have a chip of 15.75 GiB, and a compiler to which a program needs ``gib(batch)``; returns the batches asked."""
+    asked = []
 
-    monkeypatch.setattr(reports, "memory_report", answer)
-    monkeypatch.setattr(reports, "usable_hbm", lambda chip: int(15.75 * 2**30))
-    found = tpu.largest_batch(tpu.Program("sd"))
-    tried = {entry["batch"]: entry["fits"] for entry in found["tried"]}
-    assert not tried[found["largest"] + 1]
-    assert found["largest"] == 0 or tried[found["largest"]]
-    if bend == 0:
-        assert found["largest"] == expected
-        assert found["predicted"] in (None, expected)
-    report, asked = answer(tpu.Program("sd")), []
-    monkeypatch.setattr(reports, "memory_report", lambda program, **_: asked.append(program.batch) or answer(program))
-    assert tpu.largest_batch(tpu.Program("sd"), report=report) == found
-    assert 1 not in asked
+    def have(gib):
+        def answer(program, **_):
+            asked.append(program.batch)
+            fits = gib(program.batch) <= 15.75
+            hbm = {"parameters": 2**29, "temporaries": int((gib(program.batch) - 1) * 2**30), "program": 2**29}
+            hbm = hbm | {"output": 0} if fits else None
+            return {"fits": fits, "hbm": hbm, "compile_seconds": 1.0, "date": "2026-11-22", "versions": versions()}
+
+        versions = compiler.versions
+        monkeypatch.setattr(reports, "memory_report", answer)
+        monkeypatch.setattr(reports, "usable_hbm", lambda chip: int(15.75 * 2**30))
+        return asked
+
+    return have
 
 
 @pytest.mark.parametrize(
-    "gib",
+    ("each", "largest", "predicted", "batches"),
+    [(1, 14, 14, [1, 7, 14, 15]), (5, 2, 2, [1, 2, 3]), (9, 1, None, [1, 2]), (20, 0, None, [1])],
+)
+def test_the_largest_batch_is_predicted_from_two_compilations(memory_of, each, largest, predicted, batches):
+    asked = memory_of(lambda batch: 1 + each * batch)
+    found = tpu.largest_batch(tpu.Program("sd"))
+    assert (found["largest"], found["predicted"], asked) == (largest, predicted, batches)
+    assert [entry["fits"] for entry in found["tried"]] == [batch <= largest for batch in sorted(batches)]
+
+
+def test_a_report_spares_the_first_compilation_unless_versions_differ(memory_of):
+    asked = memory_of(lambda batch: 1 + batch)
+    report = reports.memory_report(tpu.Program("sd")) | {"versions": compiler.versions()}
+    asked.clear()
+    found = tpu.largest_batch(tpu.Program("sd"), report=report)
+    assert (found["largest"], asked) == (14, [7, 14, 15])
+    assert found["tried"][0]["fits"]
+    asked.clear()
+    assert tpu.largest_batch(tpu.Program("sd"), report=report | {"versions": {}}) == found
+    assert asked == [1, 7, 14, 15]
+
+
+@pytest.mark.parametrize(
+    ("guess", "batches"), [(13, [1, 13, 14, 15]), (14, [1, 14, 15]), (20, [1, 20, 15, 5, 10, 12, 13, 14])]
+)
+def test_the_search_for_the_largest_batch_starts_from_a_guess(memory_of, guess, batches):
+    asked = memory_of(lambda batch: 1 + batch)
+    assert tpu.largest_batch(tpu.Program("sd"), guess=guess)["largest"] == 14
+    assert asked == batches
+
+
+@pytest.mark.parametrize(
+    ("gib", "compilations"),
     [
-        lambda batch: 2 + 5 * -(-batch // 8),  # full tiles of eight pictures
-        lambda batch: 2 + 0.5 * batch - 3 * (batch >= 8),  # from some batch on, the compiler saves memory
-        lambda batch: 2 + max(0.1 * batch, 0.9 * batch - 4),  # the first pictures promise too much
-        lambda batch: 3,  # another picture costs nothing, up to 40
+        pytest.param(lambda batch: 2 + batch * (0.8 if batch < 3 else 0.9), 6, id="somewhat more later"),
+        pytest.param(lambda batch: 2 + batch * (1.0 if batch < 3 else 0.9), 8, id="somewhat less later"),
+        pytest.param(lambda batch: 2 + 5 * -(-batch // 8), 12, id="full tiles of eight"),
+        pytest.param(lambda batch: 2 + 5 * -(-batch // 8) + batch / 5000, 12, id="full tiles, and outputs"),
+        pytest.param(lambda batch: 2 + 0.5 * batch - 3 * (batch >= 8), 12, id="the compiler saves from some batch on"),
+        pytest.param(lambda batch: 2 + 6 * (batch > 1) + 0.05 * batch, 18, id="much for the second, then little"),
+        pytest.param(lambda batch: 2 + 11 * (batch > 3) + 0.02 * batch, 18, id="much for the fourth, then little"),
     ],
 )
-def test_the_largest_batch_is_found_soon_where_memory_grows_unevenly(monkeypatch, gib):
-    def answer(program, **_):
-        fits = gib(program.batch) <= 15.75 and program.batch <= 40
-        hbm = {"parameters": 2**30, "temporaries": int((gib(program.batch) - 1) * 2**30), "program": 0, "output": 0}
-        return {"fits": fits, "hbm": hbm if fits else None, "compile_seconds": 1.0, "date": "2026-11-22"}
-
-    monkeypatch.setattr(reports, "memory_report", answer)
-    monkeypatch.setattr(reports, "usable_hbm", lambda chip: int(15.75 * 2**30))
+def test_the_largest_batch_is_found_soon_where_memory_grows_unevenly(memory_of, gib, compilations):
+    asked = memory_of(gib)
     found = tpu.largest_batch(tpu.Program("sd"))
     tried = {entry["batch"]: entry["fits"] for entry in found["tried"]}
     assert tried[found["largest"]]
     assert not tried[found["largest"] + 1]
-    assert len(tried) <= 12
+    assert len(asked) <= compilations
 
 
 @needs_compiler
@@ -471,28 +496,37 @@ def test_the_recorder_names_what_is_left_to_do(capsys, tmp_path):
 def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
     found = {"largest": 0, "predicted": None, "tried": []}
     monkeypatch.setattr(tpu, "tpu_devices", lambda: None)
-    known = []  # a recorded report of batch 1 is not compiled again, unless by other versions
-    monkeypatch.setattr(tpu, "largest_batch", lambda *_, report, **__: known.append(report) or found)
-    report = {"of": "v4", "versions": compiler.versions(), "largest_batch": None}
-    monkeypatch.setattr(tpu, "compile_report", lambda *_, **__: dict(report))
-    file = tmp_path / "sdxl-float32-v4.json"
-    assert record_tpu.main(["--only", file.stem, "--to", str(tmp_path)]) == 0
-    assert json.loads(file.read_text()) == report | {"largest_batch": found}
-    file.write_text(json.dumps(report | {"versions": {}}))
-    assert record_tpu.main(["--only", file.stem, "--to", str(tmp_path)]) == 0
-    assert [bool(each) for each in known] == [True, False]
+    asked = []
+    monkeypatch.setattr(tpu, "largest_batch", lambda *_, report, guess, **__: asked.append((report, guess)) or found)
+    monkeypatch.setattr(record_tpu, "guess_from_another_chip", lambda *_: 7)
+    report = {"of": "v4", "largest_batch": None}
+    monkeypatch.setattr(tpu, "compile_report", lambda *_, **__: report)
+    assert record_tpu.main(["--only", "sdxl-float32-v4", "--to", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "sdxl-float32-v4.json").read_text()) == report | {"largest_batch": found}
+    assert asked == [(report, 7)]
 
 
-def test_the_recorder_starts_from_what_another_chip_holds(monkeypatch, tmp_path):
-    monkeypatch.setattr(tpu, "usable_hbm", lambda chip: {"v5e": 16, "v4": 32}[chip])
+@pytest.mark.parametrize(("usable", "guess"), [(32, 27), (10, 7)])
+def test_the_recorder_guesses_from_the_chip_with_the_most_similar_memory(monkeypatch, tmp_path, usable, guess):
+    monkeypatch.setattr(tpu, "usable_hbm", lambda chip: usable)
     wanted = record_tpu.programs()
-    assert record_tpu.batch_on_another_chip(wanted["sd-bfloat16-v4"], tmp_path) is None
-    tried = [{"batch": batch, "fits": True, "hbm": {"parameters": 2, "temporaries": batch}} for batch in (1, 10)]
-    report = {"largest_batch": {"largest": 10, "tried": [*tried, {"batch": 11, "fits": False, "hbm": None}]}}
-    (tmp_path / "sd-bfloat16-v5e.json").write_text(json.dumps(report))
-    assert record_tpu.batch_on_another_chip(wanted["sd-bfloat16-v4"], tmp_path) == 27  # 0.9 of (32 - 2)
-    assert record_tpu.batch_on_another_chip(wanted["sd-bfloat16-v5e"], tmp_path) is None
-    assert record_tpu.batch_on_another_chip(wanted["sd-float32-v4"], tmp_path) is None
+
+    def record(chip, usable_there, largest, each):
+        needs = [{"parameters": 2, "temporaries": each * batch} for batch in (1, largest)]
+        tried = [{"batch": n, "fits": True, "hbm": hbm} for n, hbm in zip((1, largest), needs, strict=True)]
+        tried.append({"batch": largest + 1, "fits": False, "hbm": None})
+        report = {"usable_hbm": usable_there, "largest_batch": {"largest": largest, "tried": tried}}
+        (tmp_path / f"sd-bfloat16-{chip}.json").write_text(json.dumps(report))
+
+    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], tmp_path) is None
+    record("v5e", 16, 10, 1)
+    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], tmp_path) == guess  # 0.9 of what is left of 2
+    record("v6e", 1000, 10, 5)
+    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], tmp_path) == guess
+    record("v6e", 1000, 1, 5)
+    (tmp_path / "sd-bfloat16-v5e.json").write_text(json.dumps({"usable_hbm": 16, "largest_batch": None}))
+    for name in ("sd-bfloat16-v4", "sd-bfloat16-v5e", "sd-float32-v4"):
+        assert record_tpu.guess_from_another_chip(wanted[name], tmp_path) is None
 
 
 def test_the_recorder_goes_on_after_a_program_that_fails(monkeypatch, capsys, tmp_path):

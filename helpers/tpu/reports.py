@@ -107,31 +107,42 @@ def largest_batch(
     program: Program,
     *,
     report: dict | None = None,
-    second: int | None = None,
+    guess: int | None = None,
     cache: Path | None = None,
     say=lambda line: None,
 ) -> dict:
-    """Find the batch n that fits while n + 1 does not: predicted from two compilations, and confirmed at both.
+    """Find a batch n that fits while n + 1 does not. Both are compiled, as memory does not grow evenly.
 
-    The first compilation is that of batch 1; ``report``, what ``compile_report`` says of it, spares it. The second is
-    of the batch ``second``, or else of half of what would just fit if everything but the parameters and the program
-    grew with the batch: pictures after the first need more. A line through both gives n. Where that is wrong,
-    as memory does not grow evenly, next is what fits if each picture more takes as much as they ever did, or the middle
-    between the largest batch that was found to fit and the smallest that was not.
+    Compiled are batch 1; a guess; and the batch at which a straight line through those two reaches the memory's limit.
+    If that one fits, larger ones follow, and smaller ones if not, in steps that double, until the limit lies between
+    two; then those in the middle.
+
+    Parameters
+    ----------
+    program : Program
+        Its batch does not count.
+    report : dict, optional
+        What ``compile_report`` says of this program at batch 1. It spares that compilation, if by the same versions.
+    guess : int, optional
+        For the second compilation. By default half of what would fit if all pictures needed as much as the first:
+        those after it need more.
 
     Returns
     -------
     dict
-        ``largest`` (0 if not even one picture fits), ``predicted`` (None if no more than one fits), ``versions``,
-        ``date`` of the last answer, and ``tried``: for each batch whether it ``fits``, the ``hbm`` of each kind in
-        bytes (None where the compiler refuses), and ``compile_seconds``.
+        ``largest`` (0 if not even one picture fits); ``predicted``, by the line, which goes no further than to four
+        times the guess (None if the guess does not fit); ``versions``; ``date`` of the last answer; and ``tried``: for
+        each batch whether it ``fits``, the ``hbm`` of each kind in bytes (None where the compiler refuses), and
+        ``compile_seconds``.
     """
     tried, dates, usable = {}, set(), usable_hbm(program.chip)
 
     def fits(batch: int) -> bool:
         if batch not in tried:
-            known = report if batch == 1 else None
-            answer = known or memory_report(dataclasses.replace(program, batch=batch), cache=cache, say=say)
+            if batch == 1 and report and report["versions"] == versions():
+                answer = report
+            else:
+                answer = memory_report(dataclasses.replace(program, batch=batch), cache=cache, say=say)
             tried[batch] = {"batch": batch} | {key: answer[key] for key in ("fits", "hbm", "compile_seconds")}
             dates.add(answer["date"])
         return tried[batch]["fits"]
@@ -139,21 +150,24 @@ def largest_batch(
     def needs(batch: int) -> int:
         return sum(tried[batch]["hbm"].values())
 
-    largest, predicted, steepest = int(fits(1)), None, 0
+    largest, predicted = int(fits(1)), None
     refused = None if largest else 1  # the smallest batch that does not fit
     if largest:
         fixed = tried[1]["hbm"]["parameters"] + tried[1]["hbm"]["program"]
-        batch = max(2, second or (usable - fixed) // (needs(1) - fixed) // 2)
+        guess = batch = max(2, guess or (usable - fixed) // max(1, needs(1) - fixed) // 2)
+        if fits(guess):
+            each = max(1, (needs(guess) - needs(1)) // (guess - 1))
+            batch = predicted = min(guess + (usable - needs(guess)) // each, 4 * guess)
+        step = 1 if predicted else max(1, guess // 4)
     while refused is None or refused > largest + 1:
         if fits(batch):
             largest = batch
-            steepest = max(steepest, (needs(largest) - needs(1)) // (largest - 1))
-            line = largest + ((usable - needs(largest)) // steepest if steepest else largest)
-            predicted = predicted or line
-            batch = max(line, largest + 1)
+            batch += step
         else:
             refused = batch
-        if refused and batch >= refused:
+            batch -= step
+        step *= 2
+        if refused and not largest < batch < refused:
             batch = (largest + refused) // 2
     return {
         "largest": largest,
@@ -179,10 +193,10 @@ def text_of(report: dict) -> str:
         report["verdict"],
     ]
     if found := report["largest_batch"]:
-        said = "None fits: not even one picture at a time." if found["largest"] == 0 else f"It is {found['largest']}"
+        said = f"It is {found['largest']}" if found["largest"] else "None fits: not even one picture at a time"
         if found["predicted"]:
-            said += f" ({found['predicted']} was predicted)."
-        lines.append(f"The largest batch that fits? {said}")
+            said += f" ({found['predicted']} was predicted)"
+        lines.append(f"The largest batch that fits? {said}.")
     if report["hbm"]:
         lines += ["", f"{'HBM on each chip':<20}{'MiB':>10}"]
         lines += [f"{kind:<20}{size / 2**20:>10.1f}" for kind, size in report["hbm"].items()]
