@@ -56,12 +56,12 @@ def missing(wanted: dict[str, tpu.Program], folder: Path) -> list[tuple[str, str
     return reports + largest
 
 
-def guess_from_another_chip(program: tpu.Program, folder: Path) -> int | None:
+def guess_from_another_chip(program: tpu.Program, usable: int, folder: Path) -> int | None:
     """Nine tenths of the batch that should fit, as pictures need about as much memory on any chip; None if unknown.
 
     Of the chips whose answer for the same model and dtype is recorded, the one with the most similar memory counts.
     """
-    usable, guesses = tpu.usable_hbm(program.chip), []
+    guesses = []
     for name, other in programs().items():
         file = folder / f"{name}.json"
         if other == program or dataclasses.replace(other, chip=program.chip) != program or not file.exists():
@@ -70,7 +70,7 @@ def guess_from_another_chip(program: tpu.Program, folder: Path) -> int | None:
         found = report["largest_batch"] or {"largest": 0}
         if found["largest"] > 1:
             needs = {entry["batch"]: sum(entry["hbm"].values()) for entry in found["tried"] if entry["fits"]}
-            each = (needs[found["largest"]] - needs[1]) / (found["largest"] - 1)
+            each = max(1, (needs[found["largest"]] - needs[1]) // (found["largest"] - 1))
             fitting = found["largest"] + (usable - needs[found["largest"]]) / each
             guesses.append((abs(usable - report["usable_hbm"]), int(0.9 * fitting)))
     return min(guesses)[1] if guesses else None
@@ -117,9 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
             if what == REPORT:
                 report = tpu.compile_report(program, cache=options.cache, say=say)
             else:
-                guess = guess_from_another_chip(program, options.to)
                 known = json.loads(file.read_text())
+                guess = guess_from_another_chip(program, known["usable_hbm"], options.to)
                 found = tpu.largest_batch(program, report=known, guess=guess, cache=options.cache, say=say)
+                # Read again: the search takes hours, in which the file may have changed.
                 report = json.loads(file.read_text()) | {"largest_batch": found}
         except jax.errors.JaxRuntimeError as error:  # the other programs may still compile
             say(f"{name}: the compiler failed: {error}")

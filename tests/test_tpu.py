@@ -248,9 +248,8 @@ def memory_of(monkeypatch):
             fits = gib(program.batch) <= 15.75
             hbm = {"parameters": 2**29, "temporaries": int((gib(program.batch) - 1) * 2**30), "program": 2**29}
             hbm = hbm | {"output": 0} if fits else None
-            return {"fits": fits, "hbm": hbm, "compile_seconds": 1.0, "date": "2026-11-22", "versions": versions()}
+            return {"fits": fits, "hbm": hbm, "compile_seconds": 1.0, "date": "2026-11-22"}
 
-        versions = compiler.versions
         monkeypatch.setattr(reports, "memory_report", answer)
         monkeypatch.setattr(reports, "usable_hbm", lambda chip: int(15.75 * 2**30))
         return asked
@@ -267,6 +266,16 @@ def test_the_largest_batch_is_predicted_from_two_compilations(memory_of, each, l
     found = tpu.largest_batch(tpu.Program("sd"))
     assert (found["largest"], found["predicted"], asked) == (largest, predicted, batches)
     assert [entry["fits"] for entry in found["tried"]] == [batch <= largest for batch in sorted(batches)]
+
+
+@pytest.mark.parametrize("each", [5, 20, 9, 1])
+@pytest.mark.parametrize("bend", [0.0, 0.15, -0.15])
+def test_the_largest_batch_is_confirmed_at_n_and_n_plus_1(memory_of, each, bend):
+    memory_of(lambda batch: 1 + each * batch * (1 + bend * (batch > 2)))  # with a bend, later pictures differ
+    found = tpu.largest_batch(tpu.Program("sd"))
+    tried = {entry["batch"]: entry["fits"] for entry in found["tried"]}
+    assert not tried[found["largest"] + 1]
+    assert found["largest"] == 0 or tried[found["largest"]]
 
 
 def test_a_report_spares_the_first_compilation_unless_versions_differ(memory_of):
@@ -499,7 +508,7 @@ def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(tpu, "largest_batch", lambda *_, report, guess, **__: asked.append((report, guess)) or found)
     monkeypatch.setattr(record_tpu, "guess_from_another_chip", lambda *_: 7)
-    report = {"of": "v4", "largest_batch": None}
+    report = {"of": "v4", "usable_hbm": 32, "largest_batch": None}
     monkeypatch.setattr(tpu, "compile_report", lambda *_, **__: report)
     assert record_tpu.main(["--only", "sdxl-float32-v4", "--to", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "sdxl-float32-v4.json").read_text()) == report | {"largest_batch": found}
@@ -507,8 +516,7 @@ def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("usable", "guess"), [(32, 27), (10, 7)])
-def test_the_recorder_guesses_from_the_chip_with_the_most_similar_memory(monkeypatch, tmp_path, usable, guess):
-    monkeypatch.setattr(tpu, "usable_hbm", lambda chip: usable)
+def test_the_recorder_guesses_from_the_chip_with_the_most_similar_memory(tmp_path, usable, guess):
     wanted = record_tpu.programs()
 
     def record(chip, usable_there, largest, each):
@@ -518,22 +526,22 @@ def test_the_recorder_guesses_from_the_chip_with_the_most_similar_memory(monkeyp
         report = {"usable_hbm": usable_there, "largest_batch": {"largest": largest, "tried": tried}}
         (tmp_path / f"sd-bfloat16-{chip}.json").write_text(json.dumps(report))
 
-    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], tmp_path) is None
-    record("v5e", 16, 10, 1)
-    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], tmp_path) == guess  # 0.9 of what is left of 2
+    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], usable, tmp_path) is None
+    record("v5e", 16, 10, 1)  # 2 for the parameters, and 1 for each picture
+    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], usable, tmp_path) == guess
     record("v6e", 1000, 10, 5)
-    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], tmp_path) == guess
+    assert record_tpu.guess_from_another_chip(wanted["sd-bfloat16-v4"], usable, tmp_path) == guess
     record("v6e", 1000, 1, 5)
     (tmp_path / "sd-bfloat16-v5e.json").write_text(json.dumps({"usable_hbm": 16, "largest_batch": None}))
     for name in ("sd-bfloat16-v4", "sd-bfloat16-v5e", "sd-float32-v4"):
-        assert record_tpu.guess_from_another_chip(wanted[name], tmp_path) is None
+        assert record_tpu.guess_from_another_chip(wanted[name], usable, tmp_path) is None
 
 
 def test_the_recorder_goes_on_after_a_program_that_fails(monkeypatch, capsys, tmp_path):
     def report(program, **_):
         if program.chip == "v4":
             raise jax.errors.JaxRuntimeError("INTERNAL: no such thing")
-        return {"versions": {}, "largest_batch": {"largest": 0}}
+        return {"of": program.chip, "usable_hbm": 32, "largest_batch": {"largest": 0}}
 
     monkeypatch.setattr(tpu, "tpu_devices", lambda: None)
     monkeypatch.setattr(tpu, "compile_report", report)
