@@ -81,6 +81,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, help="start no program after so many minutes")
     parser.add_argument("--only", default="", help="only programs whose name has this in it")
     parser.add_argument(
+        "--guess", type=int, help="the batch to begin searches with (by default what another chip's answer suggests)"
+    )
+    parser.add_argument(
         "--list", action="store_true", help="say what is recorded and what is left, and compile nothing"
     )
     parser.add_argument("--to", type=Path, default=FOLDER, help="folder of the report (%(default)s)")
@@ -89,6 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     wanted = {name: program for name, program in programs().items() if options.only in name}
     if not wanted:
         parser.error(f"no program has {options.only!r} in its name; there are {', '.join(programs())}")
+    if options.guess is not None and options.guess < 2:
+        parser.error(f"--guess is {options.guess}, and has to be 2 or more, as batch 1 is compiled anyway")
     left = missing(wanted, options.to)
     if options.list:
         for name in wanted:
@@ -118,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
                 report = tpu.compile_report(program, cache=options.cache, say=say)
             else:
                 known = json.loads(file.read_text())
-                guess = guess_from_another_chip(program, known["usable_hbm"], options.to)
+                guess = options.guess or guess_from_another_chip(program, known["usable_hbm"], options.to)
                 found = tpu.largest_batch(program, report=known, guess=guess, cache=options.cache, say=say)
                 # Read again: the search takes hours, in which the file may have changed.
                 report = json.loads(file.read_text()) | {"largest_batch": found}

@@ -502,7 +502,8 @@ def test_the_recorder_names_what_is_left_to_do(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("options", "guess"), [([], 7), (["--guess", "5"], 5)])
+def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path, options, guess):
     found = {"largest": 0, "predicted": None, "tried": []}
     monkeypatch.setattr(tpu, "tpu_devices", lambda: None)
     asked = []
@@ -510,9 +511,15 @@ def test_the_recorder_adds_the_largest_batch_to_a_report(monkeypatch, tmp_path):
     monkeypatch.setattr(record_tpu, "guess_from_another_chip", lambda *_: 7)
     report = {"of": "v4", "usable_hbm": 32, "largest_batch": None}
     monkeypatch.setattr(tpu, "compile_report", lambda *_, **__: report)
-    assert record_tpu.main(["--only", "sdxl-float32-v4", "--to", str(tmp_path)]) == 0
+    assert record_tpu.main([*options, "--only", "sdxl-float32-v4", "--to", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "sdxl-float32-v4.json").read_text()) == report | {"largest_batch": found}
-    assert asked == [(report, 7)]
+    assert asked == [(report, guess)]
+
+
+def test_a_search_begins_with_more_than_one_picture(capsys):
+    with pytest.raises(SystemExit):
+        record_tpu.main(["--guess", "1"])
+    assert "--guess is 1, and has to be 2 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("usable", "guess"), [(32, 27), (10, 7)])
