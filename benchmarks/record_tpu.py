@@ -8,6 +8,7 @@ takes many hours on 2 cores: ``--minutes`` and ``--only`` take a part of it.
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,12 @@ from helpers import tpu
 from helpers.tpu.compiler import write_json
 
 FOLDER = Path(__file__).with_name("tpu")
+# libtpu 0.0.42.1 overflows the stacks of its threads with some large batches, and ends the process. These are its own
+# flags; a libtpu that lacks one ends the process, too, and names it.
+STACKS = (
+    "--xla_internal_thread_stack_size_bytes=16777216 --default_thread_stack_size=16777216 "
+    "--fibers_default_thread_stack_size=16777216"
+)
 REPORT, LARGEST = "report", "largest batch"  # what there is to do about a program
 
 
@@ -103,6 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    os.environ.setdefault("LIBTPU_INIT_ARGS", STACKS)
     try:
         tpu.tpu_devices()
     except RuntimeError as error:
