@@ -156,6 +156,7 @@ def largest_batch(
         fixed = tried[1]["hbm"]["parameters"] + tried[1]["hbm"]["program"]
         guess = batch = max(2, guess or (usable - fixed) // max(1, needs(1) - fixed) // 2)
         if fits(guess):
+            largest = guess
             each = max(1, (needs(guess) - needs(1)) // (guess - 1))
             batch = predicted = min(guess + (usable - needs(guess)) // each, 4 * guess)
         step = 1 if predicted else max(1, guess // 4)
