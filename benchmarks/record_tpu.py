@@ -21,12 +21,6 @@ from helpers import tpu
 from helpers.tpu.compiler import write_json
 
 FOLDER = Path(__file__).with_name("tpu")
-# libtpu 0.0.42.1 overflows the stacks of its threads with some large batches, and ends the process. These are its own
-# flags; a libtpu that lacks one ends the process, too, and names it.
-STACKS = (
-    "--xla_internal_thread_stack_size_bytes=16777216 --default_thread_stack_size=16777216 "
-    "--fibers_default_thread_stack_size=16777216"
-)
 REPORT, LARGEST = "report", "largest batch"  # what there is to do about a program
 
 
@@ -110,7 +104,6 @@ def main(arguments: list[str] | None = None) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    os.environ.setdefault("LIBTPU_INIT_ARGS", STACKS)
     try:
         tpu.tpu_devices()
     except RuntimeError as error:
@@ -146,4 +139,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # With some large batches libtpu 0.0.42.1 overflows the stacks of its threads, and ends the process. These are its
+    # own flags; a libtpu that lacks one ends the process, too, and names it. So nothing that imports this gets them.
+    stacks = "--xla_internal_thread_stack_size_bytes=16777216 --default_thread_stack_size=16777216"
+    os.environ.setdefault("LIBTPU_INIT_ARGS", f"{stacks} --fibers_default_thread_stack_size=16777216")
     sys.exit(main())

@@ -299,6 +299,12 @@ def test_the_search_for_the_largest_batch_starts_from_a_guess(memory_of, guess, 
     assert asked == batches
 
 
+def test_no_batch_below_a_fitting_guess_is_compiled(memory_of):
+    asked = memory_of(lambda batch: 1 + batch / 5 + 20 * (batch > 10))
+    assert tpu.largest_batch(tpu.Program("sd"), guess=10)["largest"] == 10
+    assert min(asked[1:]) == 10
+
+
 @pytest.mark.parametrize(
     ("gib", "compilations"),
     [
