@@ -4,7 +4,16 @@ The compiler, libtpu, runs on any Linux machine with an x86-64 processor. Progra
 follow from a pipeline's configuration files, so no weights are needed either.
 """
 
-from helpers.tpu.compiler import CHIPS, Chip, ask_compiler, default_cache, require_compiler, tpu_devices, usable_hbm
+from helpers.tpu.compiler import (
+    CHIPS,
+    Chip,
+    ask_compiler,
+    default_cache,
+    require_compiler,
+    temporary_bytes,
+    tpu_devices,
+    usable_hbm,
+)
 from helpers.tpu.programs import Program, load_shapes, lower_parts, lower_program, tree_bytes
 from helpers.tpu.reports import (
     KINDS,
@@ -36,6 +45,7 @@ __all__ = [
     "recorded_reports",
     "require_compiler",
     "table_of",
+    "temporary_bytes",
     "text_of",
     "tpu_devices",
     "tree_bytes",

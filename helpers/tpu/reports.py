@@ -96,7 +96,6 @@ def compile_report(program: Program, *, cache: Path | None = None, say=lambda li
         by_flops, by_weights = least_seconds(part, program.chip)
         part["least_seconds"] = max(by_flops, by_weights)
         part["bound_by"] = "FLOPs" if by_flops >= by_weights else "weights"
-        part["temporaries"] = answer["memory"]["temporaries"]
         report["parts"].append(part)
     report["least_seconds"] = sum(part["least_seconds"] for part in report["parts"])
     report["least_seconds_per_picture"] = report["least_seconds"] / program.batch
