@@ -44,15 +44,19 @@ def programs() -> dict[str, tpu.Program]:
     return found
 
 
+def is_searched(program: tpu.Program) -> bool:
+    """Whether a program's largest batch belongs to the report: a real model's, laid out as usual."""
+    return program.pipeline in ("sd", "sdxl") and program.split_head_dim is None
+
+
 def missing(wanted: dict[str, tpu.Program], folder: Path) -> list[tuple[str, str]]:
-    """What is left to do, in this order: every program's report, then the real models' largest batches."""
+    """What is left to do, in this order: every program's report, then the largest batches."""
     reports, largest = [], []
     for name, program in wanted.items():
         file = folder / f"{name}.json"
         if not file.exists():
             reports.append((name, REPORT))
-        real = program.pipeline in ("sd", "sdxl") and program.split_head_dim is None
-        if real and not (file.exists() and json.loads(file.read_text())["largest_batch"]):
+        if is_searched(program) and not (file.exists() and json.loads(file.read_text())["largest_batch"]):
             largest.append((name, LARGEST))
     return reports + largest
 
