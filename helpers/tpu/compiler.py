@@ -213,7 +213,7 @@ def temporary_bytes(dump: str | Path) -> int:
 
     Parameters
     ----------
-    dump : path
+    dump : str or Path
         The folder that was given to the compiler as its option ``xla_dump_to``, for one program.
 
     Raises
