@@ -212,6 +212,7 @@ def test_a_program_that_does_not_fit_is_reported_without_parts(monkeypatch):
     validate(report)
     assert "It does not fit" in tpu.text_of(report)
     assert "| no " in tpu.table_of([report]).splitlines()[2]
+    assert tpu.table_of([report]).endswith(f", on {report['date']}.")
 
 
 def accept(unread=2**20):

@@ -246,7 +246,8 @@ def table_of(reports: list[dict]) -> str:
     asked = {f"libtpu {answer['versions']['libtpu']} with jax {answer['versions']['jax']}" for answer in answers}
     dates = sorted(answer["date"] for answer in answers)
     units = "Memory is in MiB on each chip; operations and the least time are those of a picture."
-    lines += ["", f"{units} Answered by {', '.join(sorted(asked))}, from {dates[0]} to {dates[-1]}."]
+    when = f"from {dates[0]} to {dates[-1]}" if dates[0] < dates[-1] else f"on {dates[0]}"
+    lines += ["", f"{units} Answered by {', '.join(sorted(asked))}, {when}."]
     return "\n".join(lines)
 
 
