@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -60,13 +61,33 @@ def test_temporaries_are_what_lies_in_hbm_between_two_operations(tmp_path):
 
 
 def test_of_a_buffer_assignment_only_the_temporaries_in_hbm_count(tmp_path):
-    with pytest.raises(RuntimeError, match="has 0 buffer assignments, and has to have one"):
+    with pytest.raises(RuntimeError, match="does not say how the compiler laid out one program's memory"):
         tpu.temporary_bytes(tmp_path)
     lines = ["allocation 6: size 4096, output shape is |f32[1024]|, maybe-live-out:", " value: <1 sin @0> (size=4096)"]
     lines += ["allocation 7: size 512, thread-local:", "allocation 8: size 2560, color 6, preallocated-temp:"]
     lines += ["allocation 9: size 9733632, preallocated-temp:", "allocation 10: size 512, constant:", ""]
     (tmp_path / "module_0003.jit_f.after_optimizations-buffer-assignment.txt").write_text("\n".join(lines))
     assert tpu.temporary_bytes(tmp_path) == 9733632
+
+
+def test_an_answers_temporaries_are_those_of_the_buffer_assignment():
+    class Lowered:
+        def as_text(self):
+            return "a program"
+
+        def compile(self, compiler_options):
+            file = Path(compiler_options["xla_dump_to"], "module_0003.jit_f.after_optimizations-buffer-assignment.txt")
+            file.write_text("allocation 9: size 42, preallocated-temp:\n")
+            return self
+
+        def cost_analysis(self):
+            return {"flops": 1.0, "bytes accessed": 1.0}
+
+        def memory_analysis(self):
+            sizes = dict.fromkeys(("argument", "generated_code", "output"), 1) | {"temp": 84}
+            return SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in sizes.items()})
+
+    assert tpu.ask_compiler(Lowered(), "v5e")["memory"]["temporaries"] == 42
 
 
 @cache  # building the shapes of a real model takes seconds
@@ -477,6 +498,15 @@ def test_a_recorded_largest_batch_is_confirmed(name):
     tried = {entry["batch"]: entry["fits"] for entry in found["tried"]}
     assert not tried[found["largest"] + 1]
     assert found["largest"] == 0 or tried[found["largest"]]
+
+
+@each_report
+def test_a_recorded_verdict_is_that_of_its_figures(file):
+    report = json.loads(file.read_text())
+    if report["hbm"]:
+        assert f"{sum(report['hbm'].values()) / 2**30:.2f} GiB" in report["verdict"]
+    for entry in [report, *(report["largest_batch"] or {"tried": []})["tried"]]:
+        assert entry["fits"] == bool(entry["hbm"] and sum(entry["hbm"].values()) <= report["usable_hbm"])
 
 
 @each_report

@@ -25,6 +25,7 @@ from jax.sharding import SingleDeviceSharding
 
 from helpers.devices import has_tpu_chips
 
+_ANSWER = 2  # raised whenever a figure in an answer changes its meaning, so that older ones in the cache do not count
 _PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "diffusers", "transformers")
 
 
@@ -172,7 +173,7 @@ def ask_compiler(
     RuntimeError
         JAX's own, if the compiler refuses the program for anything but the size of the chip's HBM.
     """
-    text = json.dumps([chip, versions()]) + lowered.as_text()
+    text = json.dumps([_ANSWER, chip, versions()]) + lowered.as_text()
     kept = cache and cache / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     if kept and kept.exists():
         say(f"{label}: found in {cache}")
@@ -219,24 +220,24 @@ def temporary_bytes(dump: str | Path) -> int:
     Raises
     ------
     RuntimeError
-        If the compiler has not written its buffer assignment there.
+        If there is not one buffer assignment, or not in the form that is known.
     """
-    files = list(Path(dump).glob("*after_optimizations-buffer-assignment.txt"))
-    if len(files) != 1:
-        raise RuntimeError(
-            f"{dump} has {len(files)} buffer assignments, and has to have one: compile one program with "
-            'compiler_options={"xla_dump_to": …}, and with the libtpu that comes with the installed JAX.'
-        )
+    texts = [file.read_text() for file in Path(dump).glob("*after_optimizations-buffer-assignment.txt")]
     # Other memories than HBM have a color: "size 176, color 2, preallocated-temp".
-    sizes = re.findall(r"^allocation \d+: size (\d+), preallocated-temp:", files[0].read_text(), re.MULTILINE)
-    return sum(map(int, sizes))
+    allocations = re.findall(r"^allocation \d+: size (\d+), (.+)", texts[0], re.MULTILINE) if len(texts) == 1 else []
+    if not allocations:
+        raise RuntimeError(
+            f"{dump} does not say how the compiler laid out one program's memory. If it compiled one with this folder "
+            "as xla_dump_to, this libtpu says it in another form: install the version in the course's lock."
+        )
+    return sum(int(size) for size, kind in allocations if kind.startswith("preallocated-temp"))
 
 
 def usable_hbm(chip: str) -> int:
     """Bytes of a chip's HBM that the compiler lets a program use: it says so when it refuses one that is too large."""
     too_large = jax.ShapeDtypeStruct((2**17, 2**17), jnp.float32, sharding=SingleDeviceSharding(tpu_devices(chip)[0]))
     message = ask_compiler(jax.jit(lambda x: x + 1).lower(too_large), chip)["message"]
-    # The first is what libtpu says since 2026, the second what it said before.
+    # It says the first before it has laid out the memory, the second after.
     gib = re.search(r"available HBM \(([\d.]+)G|Used [\d.]+G of ([\d.]+)G", message)
     return int(float(gib[1] or gib[2]) * 2**30)
 
