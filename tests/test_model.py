@@ -1,0 +1,397 @@
+"""Whole images of stable_diffusion/: like those of the Flax pipelines and of PyTorch, on all devices, from any input.
+
+PyTorch's images were recorded by training/pytorch_reference.py.
+"""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import diffusers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stable_diffusion
+from course.shardings import count_collectives
+from helpers import bundled_checkpoint, count_compilations
+from stable_diffusion import (
+    STATIC,
+    Config,
+    ScheduleConfig,
+    TextConfig,
+    UNetConfig,
+    VAEConfig,
+    generate,
+    layers,
+    pipeline,
+    unet,
+)
+from stable_diffusion.configs import read_class
+from stable_diffusion.samplers import SAMPLERS, Sampler
+from training import pytorch_reference as reference
+
+ROOT = Path(__file__).resolve().parents[1]
+GUIDANCE = 3.0
+# A program here runs for a second. So it is compiled with few optimizations, in half of the time.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return np.load(ROOT / "tests" / "fixtures" / "pytorch-model.npz")
+
+
+@pytest.fixture(scope="module", params=["shapes-sd", "shapes-sdxl"])
+def checkpoint(request):
+    return bundled_checkpoint(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return stable_diffusion.load(checkpoint.source)
+
+
+def any_sampler(which):
+    """All samplers in one: which of them it is, is an input. So one program draws with all."""
+    kinds = list(SAMPLERS.values())
+
+    def point(*inputs):
+        return jax.lax.switch(which, [lambda kind=kind: kind.point(*inputs) for kind in kinds])
+
+    def step(*inputs):
+        *inputs, memories = inputs
+
+        def take(n):
+            x, memory = kinds[n].step(*inputs, memories[n])
+            return x, (*memories[:n], memory, *memories[n + 1 :])
+
+        return jax.lax.switch(which, [functools.partial(take, n) for n in range(len(kinds))])
+
+    more_calls = jnp.array([kind.more_calls for kind in kinds])[which]
+    return Sampler(point, step, lambda x: tuple(kind.memory(x) for kind in kinds), more_calls)
+
+
+def compile_drawing(model, recorded):
+    """A function that draws the recorded prompts from the recorded latents with a sampler."""
+    params, config, tokenize = model
+    ids, empty = tokenize(reference.PROMPTS), None if config.is_xl else tokenize([""])
+    latents = np.moveaxis(recorded["latents"], 1, -1)
+
+    def draw_any(params, which, steps):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(SAMPLERS, "any", any_sampler(which))
+            inputs = ids, jax.random.key(0), empty, steps, GUIDANCE, latents
+            return generate(params, config, *inputs, sampler="any")
+
+    program = jax.jit(draw_any, compiler_options=QUICK).lower(params, 0, 1).compile()
+    return lambda sampler: np.asarray(program(params, list(SAMPLERS).index(sampler), reference.STEPS[sampler]))
+
+
+@pytest.fixture(scope="module")
+def draw(model, recorded):
+    return compile_drawing(model, recorded)
+
+
+@pytest.fixture(scope="module")
+def draw_as_flax(model, recorded):
+    """The same with the GELU and the epsilon that Flax has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "gelu", jax.nn.gelu)
+        patch.setattr(unet, "TRANSFORMER_EPSILON", 1e-5)
+        return compile_drawing(model, recorded)
+
+
+@pytest.fixture(scope="module")
+def flax_images(load, checkpoint, recorded):
+    """Images of the checkpoint's Flax pipeline by sampler."""
+    pipeline, params = load(checkpoint)
+    ids, latents, side = pipeline.prepare_inputs(reference.PROMPTS), recorded["latents"], checkpoint.height
+    options = {**pipeline.scheduler.config, "steps_offset": 1, "clip_sample": False, "timestep_spacing": "leading"}
+    found = {}
+    for sampler, kind in {"ddim": "FlaxDDIMScheduler", "euler": "FlaxEulerDiscreteScheduler"}.items():
+        pipeline.scheduler = getattr(diffusers, kind).from_config(options)
+        steps = reference.STEPS[sampler]
+        # Of itself the pipeline of Stable Diffusion 1 gives Euler the noise of timestep 999, wherever its steps begin.
+        state = pipeline.scheduler.set_timesteps(pipeline.scheduler.create_state(), steps)
+        inputs = ids, params | {"scheduler": state}, None, steps, side, side, GUIDANCE, latents
+        program = jax.jit(lambda *inputs: pipeline._generate(*inputs), static_argnums=(3, 4, 5), compiler_options=QUICK)
+        found[sampler] = np.asarray(program(*inputs))
+    return found
+
+
+def farthest(images, others):
+    """The largest difference of any two numbers, in steps of 255."""
+    assert images.shape == others.shape
+    return 255 * np.abs(np.asarray(images, np.float32) - np.asarray(others, np.float32)).max()
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "euler"])
+def test_images_are_those_of_the_flax_pipeline(draw, flax_images, sampler):
+    assert farthest(draw(sampler), flax_images[sampler]) <= 1
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "euler"])
+def test_with_the_gelu_and_epsilon_of_flax_they_are_so_to_a_hundredth(draw_as_flax, flax_images, sampler):
+    assert farthest(draw_as_flax(sampler), flax_images[sampler]) <= 0.01
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_images_are_those_of_pytorchs_pipeline(draw, recorded, checkpoint, sampler):
+    assert farthest(draw(sampler), recorded[f"{checkpoint.name} {sampler}"] / 65535) <= 0.05
+
+
+# A small model with all parts, whose images mean nothing: what follows is true of any.
+SMALL = Config(
+    (TextConfig(99, 16, 32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=7, eos_token_id=98),),
+    UNetConfig(
+        sample_size=8,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        block_out_channels=(8,),
+        layers_per_block=1,
+        norm_num_groups=4,
+        cross_attention_dim=16,
+        attention_head_dim=2,
+    ),
+    VAEConfig(block_out_channels=(8,), norm_num_groups=4),
+    ScheduleConfig("ddim", steps_offset=1),
+)
+IDS, NEGATIVE = np.arange(8 * 7).reshape(8, 1, 7), np.full((1, 1, 7), 98)
+KEYS = jax.random.split(jax.random.key(0), 8)
+program = jax.jit(generate, static_argnames=STATIC, compiler_options=QUICK)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Made-up parameters of the small model."""
+    random, shapes = np.random.default_rng(0), stable_diffusion.parameter_shapes(SMALL)
+    return jax.tree.map(lambda s: random.standard_normal(s.shape, s.dtype) / np.sqrt(np.prod(s.shape[:-1])), shapes)
+
+
+@pytest.fixture(scope="module")
+def image(small):
+    """The first prompt's image by itself, drawn on one device."""
+    return np.asarray(program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE, 3, GUIDANCE))
+
+
+@pytest.fixture(scope="module")
+def images(small):
+    """All prompts' images on one device, with a negative prompt for each."""
+    return np.asarray(program(small, SMALL, IDS, KEYS, np.repeat(NEGATIVE, 8, axis=0), 3, GUIDANCE))
+
+
+@pytest.fixture(scope="module")
+def draw_on(small):
+    """A function that draws an image on each of some devices, by ``shard_map`` or by ``jit`` alone, once."""
+
+    def draw(params, ids, keys):
+        return generate(params, SMALL, ids, keys, NEGATIVE, 3, GUIDANCE)
+
+    @functools.cache
+    def draw_on(devices, mapped):
+        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
+        function = jax.shard_map(draw, mesh=mesh, **specs, check_vma=False) if mapped else draw
+        inputs = jax.device_put(small, whole), *jax.device_put((IDS[:devices], KEYS[:devices]), split)
+        compiled = jax.jit(function, compiler_options=QUICK).lower(*inputs).compile()
+        return np.asarray(compiled(*inputs)), count_collectives(compiled)
+
+    return draw_on
+
+
+@pytest.mark.parametrize("devices", [3, 8])
+def test_with_shard_map_an_image_is_the_same_to_the_bit_on_any_number_of_devices(draw_on, image, devices):
+    found, _ = draw_on(devices, True)
+    assert len(found) == devices
+    assert np.array_equal(found[:1], image)
+    assert np.array_equal(found[:3], draw_on(3, True)[0])
+
+
+def test_with_jit_alone_it_is_almost_the_same_and_devices_exchange_nothing(draw_on, images):
+    found, collectives = draw_on(8, False)
+    assert farthest(found, images) <= 0.5
+    assert collectives == {}
+
+
+def test_one_negative_prompt_serves_for_all(draw_on, images):
+    assert farthest(draw_on(8, True)[0], images) <= 0.5
+
+
+def test_a_different_negative_prompt_gives_different_images(small, image):
+    assert farthest(program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE - 1, 3, GUIDANCE), image) > 1
+
+
+def test_each_image_follows_its_own_prompts_and_key(small, images):
+    turned = program(small, SMALL, IDS[::-1], KEYS[::-1], np.repeat(NEGATIVE, 8, axis=0), 3, GUIDANCE)
+    assert farthest(turned[::-1], images) < 0.01
+    assert farthest(turned, images) > 1
+
+
+def test_guidance_may_differ_from_image_to_image(small, images):
+    scales = np.float32([GUIDANCE] * 4 + [0] * 4)
+    found = program(small, SMALL, IDS, KEYS, np.repeat(NEGATIVE, 8, axis=0), 3, scales)
+    assert farthest(found[:4], images[:4]) < 0.01
+    assert farthest(found[4:], images[4:]) > 1
+
+
+def test_without_guidance_a_prompt_is_drawn_as_guidance_0_draws_the_negative_one(small):
+    guided = program(small, SMALL, IDS[1:2], KEYS[:1], IDS[:1], 3, 0.0)
+    assert farthest(program(small, SMALL, IDS[:1], KEYS[:1], steps=3, guided=False), guided) < 0.01
+
+
+def test_different_steps_and_guidance_compile_nothing(small, image):
+    with count_compilations() as compiled:
+        others = [program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE, *new) for new in ((4, GUIDANCE), (3, 7.5))]
+    assert compiled == []
+    assert all(farthest(other, image) > 1 for other in others)
+
+
+@pytest.mark.parametrize("steps", [-1, 0, 999, 1000])
+def test_in_a_compiled_program_steps_out_of_range_give_nan(small, image, steps):
+    assert np.isnan(program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE, steps, GUIDANCE)).all()
+
+
+def test_in_bfloat16_the_image_is_almost_the_same(small, image):
+    params = jax.tree.map(lambda value: value.astype(jnp.bfloat16), small)
+    found = program(params, SMALL, IDS[:1], KEYS[:1], NEGATIVE, 3, GUIDANCE)
+    assert found.dtype == jnp.float32
+    assert 0 < 255 * np.abs(found - image).mean() < 3
+
+
+def test_one_key_stands_for_the_noise_that_pipelines_draw_from_it(small, monkeypatch):
+    monkeypatch.setattr(pipeline, "sample", lambda model, schedule, noise, *_: noise)
+    monkeypatch.setattr(pipeline, "decode", lambda params, config, latents, _: latents)
+    key = jax.random.key(5)
+    noise = jax.jit(lambda params: generate(params, SMALL, IDS, key, NEGATIVE))(small)
+    assert np.array_equal(noise, jax.random.normal(key, (8, 4, 8, 8)).transpose(0, 2, 3, 1))
+
+
+@pytest.fixture(scope="module")
+def sd():
+    """Stable Diffusion 1.4 without its numbers: its configuration, and the shapes of good inputs."""
+    config = stable_diffusion.read_config(ROOT / "course" / "tpu" / "configurations" / "sd")
+    params = stable_diffusion.parameter_shapes(config, jnp.bfloat16)
+    ids, key = jax.ShapeDtypeStruct((2, 1, 77), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+    return config, {"params": params, "ids": ids, "key": key, "negative_ids": ids}
+
+
+def shape_of_images(config, inputs, **options):
+    return jax.eval_shape(lambda inputs: generate(config=config, **inputs, **options), inputs)
+
+
+def test_shapes_alone_tell_the_shape_of_the_images(sd):
+    images = shape_of_images(*sd)
+    assert (images.shape, images.dtype) == ((2, 512, 512, 3), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "shape", "sentence"),
+    [
+        ("unet", "conv_in.bias", None, r"The parameter conv_in.bias is missing: give .* has it as \(320,\)\."),
+        ("unet", "conv_in.bias", (4,), r"The parameter conv_in.bias has the shape \(4,\): give .* as \(320,\)\."),
+        ("vae", "post_quant_conv.weight", (1, 1, 4, 3), "The parameter post_quant_conv.weight has the shape"),
+    ],
+)
+def test_a_parameter_that_is_missing_or_does_not_fit_is_named(sd, part, name, shape, sentence):
+    config, inputs = sd
+    params = {of: dict(shapes) for of, shapes in inputs["params"].items()}
+    del params[part][name]
+    if shape:
+        params[part][name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with pytest.raises(ValueError, match=sentence):
+        shape_of_images(config, inputs | {"params": params})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"ids": np.zeros((2, 77), int)}, r"The token ids have the shape \(2, 77\): give \('prompts', 1, 77\)"),
+        ({"ids": np.zeros((2, 2, 77), int)}, r"The token ids have the shape \(2, 2, 77\): give"),
+        (
+            {"negative_ids": np.zeros((3, 1, 77), int)},
+            r"The negative ids have the shape \(3, 1, 77\): give \(2, 1, 77\)",
+        ),
+        ({"negative_ids": None}, "Guidance needs negative_ids: give token ids"),
+        ({"latents": np.zeros((2, 4, 64, 64))}, r"are for \(2, 4, 64, 64\): give them for \(2, 64, 64, 4\)\."),
+        (
+            {"key": jax.random.split(jax.random.key(0), 3)},
+            r"are for \(3, 64, 64, 4\): give them for \(2, 64, 64, 4\)\.",
+        ),
+    ],
+)
+def test_inputs_of_the_wrong_shape_are_answered_by_a_sentence(sd, changes, sentence):
+    config, inputs = sd
+    with pytest.raises(ValueError, match=sentence):
+        shape_of_images(config, inputs | changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"steps": 0}, "The number of steps is 0: choose a whole number from 1 to 998."),
+        ({"steps": 999}, "The number of steps is 999: choose a whole number from 1 to 998."),
+        ({"steps": 2.5}, "The number of steps is 2.5: choose a whole number from 1 to 998."),
+        ({"height": 0}, "This UNet cannot halve images of 0 × 512 pixels: choose multiples of 64."),
+        ({"height": 500}, "This UNet cannot halve images of 500 × 512 pixels: choose multiples of 64."),
+        ({"width": -64}, "This UNet cannot halve images of 512 × -64 pixels: choose multiples of 64."),
+        ({"sampler": "heun"}, "There is no sampler 'heun': choose one of ddim, euler"),
+        ({"attention": "fast"}, "There is no attention 'fast': choose one of auto"),
+    ],
+)
+def test_options_that_cannot_be_are_answered_by_a_sentence(sd, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        shape_of_images(*sd, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({}, "UNet3DConditionModel", "a file is for UNet3DConditionModel, .* choose one of CLIPTextModel, "),
+        ({"act_fn": "gelu"}, "UNet2DConditionModel", "a file asks for act_fn = 'gelu', .*: it has 'silu'."),
+        ({"down_block_types": ["AttnDownBlock2D"]}, "UNet2DConditionModel", "asks for down_block_types = .*: it has"),
+        ({"class_embed_type": "timestep"}, "UNet2DConditionModel", "asks for class_embed_type = 'timestep', which"),
+        ({"layers_per_block": [1, 2]}, "UNet2DConditionModel", r"asks for layers_per_block = \[1, 2\], which"),
+        ({"use_karras_sigmas": True}, "EulerDiscreteScheduler", "asks for use_karras_sigmas = True, which"),
+    ],
+)
+def test_what_a_configuration_asks_for_in_vain_is_named(options, kind, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read_class(options, kind, "a file")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of a bundled checkpoint, to be spoiled."""
+    return Path(shutil.copytree(bundled_checkpoint("shapes-sd").source, tmp_path / "copy"))
+
+
+def test_a_pipeline_of_a_different_class_is_named(copy):
+    index = copy / "model_index.json"
+    index.write_text(index.read_text().replace("FlaxStableDiffusionPipeline", "FluxPipeline"))
+    with pytest.raises(ValueError, match=r"is for FluxPipeline: this model reads folders for StableDiffusionPipeline"):
+        stable_diffusion.load(copy)
+
+
+def test_missing_weights_are_named_with_what_would_serve(copy):
+    (copy / "vae" / "diffusion_flax_model.msgpack").unlink()
+    with pytest.raises(FileNotFoundError, match="vae has no parameters that can be read, but nothing: get safetensors"):
+        stable_diffusion.load(copy)
+
+
+def test_weights_that_the_configuration_does_not_mean_are_named(copy):
+    options = json.loads((copy / "unet" / "config.json").read_text()) | {"layers_per_block": 2}
+    (copy / "unet" / "config.json").write_text(json.dumps(options))
+    name = r"down_blocks\.0\.attentions\.1\.norm\.bias"
+    with pytest.raises(ValueError, match=rf"unet has nothing for {name}, and its configuration means \(96,\)\."):
+        stable_diffusion.load(copy)
+
+
+def test_a_dtype_that_is_too_small_is_refused():
+    with pytest.raises(ValueError, match="The dtype is float16: choose float32, or bfloat16"):
+        stable_diffusion.load(bundled_checkpoint("shapes-sd").source, jnp.float16)
