@@ -1,0 +1,171 @@
+"""What makes the model faster: guidance in halves and left out, the recorded answers, and measured runs."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jsonschema
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import stable_diffusion as sd
+from benchmarks import record_cpu, record_faster, record_steps
+from course import measure
+from course.tpu.model import Drawing, find_recorded, load_config, recorded_answers, take_apart, take_transformer
+from stable_diffusion import pipeline
+from stable_diffusion.samplers import SAMPLERS
+
+ROOT = Path(__file__).resolve().parents[1]
+SCHEMA = json.loads((ROOT / "benchmarks" / "measured.schema.json").read_text())
+SMALL = sd.Config(
+    (sd.TextConfig(50, 16, 32, 16, 1, 2, 8, eos_token_id=49),),
+    sd.UNetConfig(8, 4, 4, ("CrossAttnDownBlock2D", "DownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D"), (8, 8), 1, 4,
+                  cross_attention_dim=16, attention_head_dim=2),
+    sd.VAEConfig(block_out_channels=(8, 8), norm_num_groups=4),
+    sd.ScheduleConfig("ddim"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small():
+    """``generate`` without a large network: an answer that depends on latents and text, and latents for images."""
+
+    def answer(p, config, x, timestep, condition, attention):
+        about = next(iter(condition.words.values()))[0].mean((1, 2, 3))
+        return x * (1 + 100 * about.reshape(-1, 1, 1, 1))
+
+    def generate(params, *inputs, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "unet", answer)
+            patch.setattr(pipeline, "decode", lambda p, config, latents, attention: latents)
+            return sd.generate(params, SMALL, *inputs, **options)
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    """Made-up parameters, two prompts, a key, what not to draw, steps and guidance."""
+    ids = jnp.stack([jnp.full((1, 8), n).at[0, -1].set(49) for n in (3, 4)])
+    return measure.make_up(SMALL, jnp.float32), ids, jax.random.key(0), ids[:1], 3, 5.0
+
+
+@pytest.fixture(scope="module")
+def late(small, inputs):
+    """What is drawn if guidance is left out below a timestep: nowhere, in some steps, in all."""
+    draw = jax.jit(small)
+    return {below: draw(*inputs, unguided_below=below) for below in (0, 500, 1000)}
+
+
+def by_halves(generate, devices):
+    mesh = jax.make_mesh((devices,), ("half",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,))
+    half = functools.partial(generate, guided="half")
+    return jax.jit(jax.shard_map(half, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+
+
+def test_guidance_on_two_devices_draws_the_images_of_one(small, inputs, late):
+    assert jnp.abs(by_halves(small, 2)(*inputs) - late[0]).max() < 1e-5 < 1e-2 < jnp.abs(late[1000] - late[0]).max()
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_guidance_needs_an_axis_of_two_devices(small, inputs, devices):
+    with pytest.raises(ValueError, match=rf"the axis 'half' has {devices} device\(s\): give it two"):
+        by_halves(small, devices)(*inputs)
+
+
+def test_guidance_is_left_out_below_a_timestep(small, inputs, late):
+    without = jax.jit(functools.partial(small, guided=False))(*inputs)
+    assert jnp.abs(late[1000] - without).max() < 1e-5
+    assert min(jnp.abs(late[500] - late[other]).max() for other in (0, 1000)) > 1e-2
+
+
+@pytest.mark.parametrize(("sampler", "steps", "unguided"), [("ddim", 8, 1), ("dpm++", 10, 4), ("ddim", 30, 30)])
+def test_a_threshold_leaves_guidance_out_of_so_many_steps(sampler, steps, unguided):
+    schedule = load_config("shapes-sd").schedule
+    below = record_steps.find_threshold(schedule, sampler, steps, unguided)
+    timesteps = [SAMPLERS[sampler].point(schedule, jnp.int32(steps), jnp.int32(i)).timestep for i in range(steps)]
+    assert [timestep < below for timestep in timesteps] == [False] * (steps - unguided) + [True] * unguided
+
+
+def test_every_setting_is_scored():
+    record = json.loads(record_steps.TARGET.read_text())
+    names = ("sampler", "steps", "unguided")
+    scored = [{name: row[name] for name in names} for row in record["rows"]]
+    assert sorted(scored, key=str) == sorted(record_steps.settings(), key=str)
+    assert all(0 <= row["right"] <= record["pictures"] for row in record["rows"])
+
+
+def test_the_best_setting_is_the_least_work_at_an_equal_score():
+    rows = [("ddim", 30, 0, 90), ("ddim", 8, 0, 90), ("ddim", 8, 1, 89), ("ddim", 8, 2, 88), ("dpm++", 4, 0, 70)]
+    names = ("sampler", "steps", "unguided", "right")
+    record = {"pictures": 100, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+    assert record_steps.find_best(record) == record["rows"][2]
+
+
+def test_the_pieces_of_a_drawing_fit_together():
+    pieces = take_apart(Drawing("shapes-sd"))
+    shapes = {name: jax.eval_shape(piece.function, *piece.arguments) for name, piece in pieces.items()}
+    assert jax.tree.leaves(shapes["denoising step"])[0].shape == (1, 8, 8, 4)
+    assert shapes["decoder"].shape == (1, 64, 64, 3)
+    layer = take_transformer(Drawing("sd", height=512, width=768), 640)
+    assert jax.eval_shape(layer.function, *layer.arguments).shape == (2, 32, 48, 640)
+
+
+def test_an_answer_is_found_for_any_number_of_steps_and_only_if_it_is_whole():
+    times = [find_recorded(Drawing("sdxl", "auto", height=1024, width=1024, steps=steps)) for steps in (20, 40)]
+    assert times[0].bound < times[1].bound < 2 * times[0].bound
+    assert find_recorded(Drawing("sdxl", "dot_product")) is None
+
+
+def test_a_step_of_xl_accesses_less_than_that_of_the_guides():
+    step = next(a for a in recorded_answers() if (a.drawing, a.piece) == (Drawing("sdxl", "auto"), "denoising step"))
+    guides = json.loads((ROOT / "benchmarks" / "tpu" / "sdxl-bfloat16-v5e.json").read_text())
+    assert step.report.work.bytes_accessed < 64e9 < guides["parts"][1]["work"]["bytes_accessed"]
+
+
+def test_no_question_is_asked_twice(capsys):
+    questions = record_faster.questions()
+    assert len(questions) == len(set(questions))
+    record_faster.main(["--list", "--to", "nowhere.json"])
+    assert len(capsys.readouterr().out.splitlines()) == len(questions)
+
+
+def test_the_weights_for_pytorch_are_the_bundled_ones(tmp_path):
+    source = ROOT / "checkpoints" / "shapes-sd"
+    record_cpu.write_for_pytorch(source, tmp_path)
+    params, config, _ = sd.load(tmp_path)
+    expected, expected_config, _ = sd.load(source)
+    assert config == expected_config
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, expected))
+
+
+def test_a_measured_run_is_written_as_the_schema_says(small, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(measure, "load_config", lambda model: SMALL)
+    monkeypatch.setattr(measure, "find_recorded", lambda drawing: None)
+    assert measure.main(["shapes-sd", "--steps", "2", "--calls", "2", "--to", str(tmp_path)]) == 0
+    assert "shapes-sd, 2 steps, batch 1, on cpu: " in capsys.readouterr().out
+    (file,) = tmp_path.iterdir()
+    for written in (file, *Path(ROOT / "benchmarks" / "measured").glob("*.json")):
+        content = json.loads(written.read_text())
+        jsonschema.validate(content, SCHEMA, cls=jsonschema.Draft202012Validator)
+    assert {field.name for field in dataclasses.fields(measure.Measured)} == SCHEMA["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "There is no model 'nothing' in this course: choose one of sd, sdxl, shapes-sd"),
+        (["--steps", "0"], "steps is 0: give at least 1."),
+        (["--height", "63"], "This UNet cannot halve images of 63 × 64 pixels"),
+        (["--attention", "fast"], "There is no attention 'fast': choose one of auto"),
+    ],
+)
+def test_a_run_that_is_impossible_is_refused_in_a_sentence(arguments, message, capsys, tmp_path):
+    assert measure.main([*arguments, "--to", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(message)
+    assert not list(tmp_path.iterdir())
