@@ -1,18 +1,12 @@
-"""Record what Stable Diffusion XL needs on each chip when its parameters are split: ``benchmarks/shardings.json``.
+"""Record what chips compute and exchange if Stable Diffusion XL is split over them: ``benchmarks/shardings.json``.
 
-The TPU compiler answers for four v5e chips, from shapes alone. A transformer block takes it seconds; the whole
-pipeline, for each number of chips given on the command line, a quarter of an hour on 2 cores or more. Each answer is
-written as soon as it is there.
+The TPU compiler answers for four v5e chips, from shapes alone: for the parameters of the whole pipeline, for one of
+its transformer blocks, and for the collectives of a whole pipeline for the bundled one. That takes a few minutes.
 """
 
-import argparse
-import ast
+import copy
+import dataclasses
 import datetime
-import json
-import re
-import sys
-import time
-from collections import Counter
 from pathlib import Path
 
 import diffusers
@@ -24,29 +18,21 @@ from diffusers.models.attention_flax import FlaxBasicTransformerBlock
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from helpers import tpu
-from helpers.tpu.compiler import versions, write_json
+from course.shardings import find_collectives, split_guidance, split_pairs
+from course.tpu import find_chip, tpu_devices
+from course.tpu.compiler import versions, write_json
+from course.tpu.pipelines import load_shapes
 
 TARGET = Path(__file__).with_name("shardings.json")
-CHAPTER = Path(__file__).parents[1] / "notebooks" / "09_shardings.ipynb"
-CHIP, CHIPS, PIXELS, STEPS = "v5e", 4, 1024, 20
+CHIP, CHIPS = "v5e", 4
+# Bytes in a second that a link to a neighbour carries each way: 400 GB/s for both ways of a chip's four links together
+# (docs.cloud.google.com/tpu/docs/v5e), and 5e10 in the table of jax-ml.github.io/scaling-book/tpus.
+LINK = 400e9 / 4 / 2
 
 
-def from_chapter(*names: str) -> list:
-    """Functions as chapter 9 defines them, so that what is recorded is what it shows."""
-    known = {"jax": jax, "re": re, "Counter": Counter, "NamedSharding": NamedSharding, "P": P}
-    for cell in json.loads(CHAPTER.read_text())["cells"]:
-        body = ast.parse("".join(cell["source"])).body if cell["cell_type"] == "code" else []
-        chosen = [node for node in body if isinstance(node, ast.FunctionDef) and node.name in names]
-        exec(compile(ast.Module(chosen, []), str(CHAPTER), "exec"), known)
-    return [known[name] for name in names]
-
-
-def make_mesh(devices: list, model: int) -> Mesh:
-    return Mesh(np.array(devices).reshape(-1, model), ("data", "model"))
-
-
-split_pairs, count_collectives = from_chapter("split_pairs", "count_collectives")
+def make_mesh(devices: list, columns: int, name: str = "model") -> Mesh:
+    """A mesh of rows, each of so many chips; each row has images of its own."""
+    return Mesh(np.array(devices).reshape(-1, columns), ("data", name))
 
 
 def placed(shapes, shardings):
@@ -54,6 +40,11 @@ def placed(shapes, shardings):
     return jax.tree.map(
         lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes, shardings
     )
+
+
+def placed_alike(shapes, mesh: Mesh, spec: P):
+    """Shapes with the same sharding for all."""
+    return placed(shapes, jax.tree.map(lambda _: NamedSharding(mesh, spec), shapes))
 
 
 def parameter_bytes(params, mesh: Mesh) -> int:
@@ -64,77 +55,71 @@ def parameter_bytes(params, mesh: Mesh) -> int:
 
 
 def answer_of(lowered: jax.stages.Lowered) -> dict:
-    """What a chip holds, in bytes, and does, and the collectives, by the compiler."""
-    start = time.monotonic()
+    """What each chip computes, and the collectives, by the compiler."""
     compiled = lowered.compile()
-    return {
-        "arguments": compiled.memory_analysis().argument_size_in_bytes,
-        "flops": compiled.cost_analysis()["flops"],
-        "collectives": count_collectives(compiled),
-        "compile_seconds": round(time.monotonic() - start),
-    }
+    collectives = [dataclasses.asdict(collective) for collective in find_collectives(compiled)]
+    return {"flops": compiled.cost_analysis()["flops"], "collectives": collectives}
 
 
-def compile_block(config, mesh: Mesh) -> dict:
-    """Compile a block of the UNet's lowest level, with a picture for each row of the mesh."""
+def compile_block(config, mesh: Mesh, by_guidance: bool = False) -> dict:
+    """Compile a block of the UNet's lowest level, with an image for each row of the mesh.
+
+    The chips of a row share the block's parameters; or, by guidance, each has all of them and half of the batch.
+    """
     channels, heads = config.block_out_channels[-1], config.attention_head_dim[-1]
     block = FlaxBasicTransformerBlock(channels, heads, channels // heads, split_head_dim=True, dtype=jnp.bfloat16)
-    split = NamedSharding(mesh, P("data"))
+    split = NamedSharding(mesh, P(mesh.axis_names) if by_guidance else P("data"))
     side = config.sample_size // 2 ** (len(config.block_out_channels) - 1)
-    pairs = 2 * mesh.shape["data"]  # guidance: with the prompt, and without
+    pairs = 2 * mesh.shape["data"]  # guidance: without the prompt, and with it
     states = jax.ShapeDtypeStruct((pairs, side * side, channels), jnp.bfloat16, sharding=split)
     context = jax.ShapeDtypeStruct((pairs, 77, config.cross_attention_dim), jnp.bfloat16, sharding=split)
     params = jax.eval_shape(block.init, jax.random.key(0), states, context)
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.bfloat16), params)
-    params = placed(params, split_pairs(params, mesh))
+    params = placed_alike(params, mesh, P()) if by_guidance else placed(params, split_pairs(params, mesh))
     return answer_of(jax.jit(block.apply, out_shardings=split).lower(params, states, context))
 
 
-def compile_split(pipeline, params, mesh: Mesh) -> dict:
-    """Compile ``_generate`` with a picture for each row of the mesh."""
+def compile_guidance(devices: list) -> dict:
+    """Compile the bundled pipeline with one half of guidance on each of two chips, as chapter 9 does."""
+    pipeline, params, *_ = load_shapes("shapes-sd")
+    mesh = make_mesh(devices, 2, "half")
+    by_halves = copy.copy(pipeline)
+    by_halves.unet = split_guidance(pipeline.unet, "half")
+    pixels = 8 * pipeline.unet.config.sample_size
+
+    def draw(prompt_ids, params, keys, guidance_scale):
+        return by_halves._generate(prompt_ids, params, keys[0], 20, pixels, pixels, guidance_scale)
+
     rows = mesh.shape["data"]
-    split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
-
-    def draw(prompt_ids, negative_ids, params, keys, guidance_scale):
-        def draw_one(prompt_ids, negative_ids, key):
-            size = (STEPS, PIXELS, PIXELS)
-            rest = (guidance_scale, None, negative_ids[None])
-            return pipeline._generate(prompt_ids[None], params, key, *size, *rest)[0]
-
-        return jax.vmap(draw_one)(prompt_ids, negative_ids, keys)
-
-    ids = jax.ShapeDtypeStruct((rows, 2, 77), jnp.int32, sharding=split)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    arguments = (ids, ids, placed(params, split_pairs(params, mesh)), placed(keys, split))
-    scale = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
-    return answer_of(jax.jit(draw, out_shardings=split).lower(*arguments, scale))
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    arguments = (jax.ShapeDtypeStruct((rows, 77), jnp.int32), params, keys, scale)
+    specs = (P("data"), P(), P("data"), P())
+    mapped = jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False))
+    return answer_of(mapped.lower(*(placed_alike(a, mesh, spec) for a, spec in zip(arguments, specs, strict=True))))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="*", type=int, help="numbers of chips that share the parameters: 1, 2 or 4")
-    arguments = parser.parse_args()
-    if unfit := [size for size in arguments.model if size < 1 or CHIPS % size]:
-        parser.error(f"{CHIPS} chips cannot be split by {unfit[0]}: give 1, 2 or 4")
     diffusers.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     jax.config.update("jax_platforms", "cpu")
-    devices = tpu.tpu_devices(CHIP, CHIPS)
-    pipeline, params = tpu.load_shapes("sdxl")
-    work = {"pipeline": "sdxl", "dtype": "bfloat16", "chip": CHIP, "chips": CHIPS, "pixels": PIXELS, "steps": STEPS}
-    found = json.loads(TARGET.read_text()) if TARGET.exists() else {}
-    if found.get("work") != work or found.get("versions") != versions():
-        found = {"work": work, "versions": versions(), "compiled": {}}
+    devices = tpu_devices(CHIP, CHIPS)
+    pipeline, params, *_ = load_shapes("sdxl")
+    config = pipeline.unet.config
+    # Down and up there are layers_per_block and one more of these, and one in the middle.
+    blocks = (2 * config.layers_per_block + 2) * config.transformer_layers_per_block[-1]
     meshes = {size: make_mesh(devices, size) for size in (1, 2, 4)}
-    found["block"] = {str(size): compile_block(pipeline.unet.config, mesh) for size, mesh in meshes.items()}
-    found["parameters"] = {str(size): parameter_bytes(params, mesh) for size, mesh in meshes.items()}
+    found = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": versions(),
+        "work": {"pipeline": "sdxl", "dtype": "bfloat16", "blocks": blocks, "latents": config.sample_size},
+        "chip": {"name": CHIP, "peak": find_chip(CHIP).peak, "link": LINK},
+        "parameters": {str(size): parameter_bytes(params, mesh) for size, mesh in meshes.items()},
+        "block": {str(size): compile_block(config, mesh) for size, mesh in meshes.items()},
+        "block by guidance": compile_block(config, meshes[2], by_guidance=True),
+        "pipeline by guidance": compile_guidance(devices),
+    }
     write_json(TARGET, found)
-    for size in arguments.model:
-        print(f"compiling for {CHIPS // size} row(s) of {size} chip(s) …", file=sys.stderr, flush=True)
-        answer = compile_split(pipeline, params, meshes[size])
-        found["compiled"][str(size)] = answer | {"date": datetime.datetime.now(datetime.UTC).date().isoformat()}
-        write_json(TARGET, found)
-        print(answer, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,55 +1,60 @@
 """Record what the TPU compiler says about Stable Diffusion 1.4 and XL: ``make tpu-report``.
 
-Writes a file to ``benchmarks/tpu`` for each program as soon as its answer is there, and leaves out what is recorded.
-Every single compilation is kept in the tool's cache as well, so an interrupted run goes on where it stopped. All of it
-takes many hours on 2 cores: ``--minutes`` and ``--only`` take a part of it.
+Writes a file to ``benchmarks/tpu`` for each program as soon as its answer is there, and leaves out what is recorded, so
+an interrupted run goes on where it stopped. All of it takes many hours on 2 cores: ``--minutes`` and ``--only`` take a
+part of it.
 """
 
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
 import jax
 import transformers
 
-from helpers import tpu
-from helpers.tpu.compiler import write_json
+from course import tpu
+from course.tpu.compiler import versions, write_json
+from course.tpu.pipelines import Program, ask_about_whole, load_shapes
+from course.tpu.reports import Attempt, LargestBatch, PipelineReport, ask_about_pipeline, from_json
 
 FOLDER = Path(__file__).with_name("tpu")
 REPORT, LARGEST = "report", "largest batch"  # what there is to do about a program
+log = logging.getLogger("course.tpu.recorder")
 
 
-def programs() -> dict[str, tpu.Program]:
+def programs() -> dict[str, Program]:
     """The programs of the report by name, the most useful first."""
     # The bundled checkpoint compiles in seconds: it shows what chips and steps change (nothing), and what heads do.
     small = {"chips": 8, "steps": 20}
     heads = {"split_head_dim": True}
     variants = {"8-chips": {}, "1-chip": {"chips": 1}, "50-steps": {"steps": 50}, "other-heads": heads}
-    found = {f"shapes-sd-bfloat16-v5e-{n}": tpu.Program("shapes-sd", **small | v) for n, v in variants.items()}
+    found = {f"shapes-sd-bfloat16-v5e-{n}": Program("shapes-sd", **small | v) for n, v in variants.items()}
     # What was published for SDXL took 20 steps; the step count changes no program's size.
     steps = {"sd": 50, "sdxl": 20}
     for dtype in ("bfloat16", "float32"):
         # Published are times of SDXL on v5e and v4, so these come first.
         for name in ("sd-v5e", "sdxl-v5e", "sdxl-v4", "sd-v6e", "sdxl-v6e", "sd-v4"):
             model, chip = name.split("-")
-            found[f"{model}-{dtype}-{chip}"] = tpu.Program(model, chip, dtype=dtype, steps=steps[model])
+            found[f"{model}-{dtype}-{chip}"] = Program(model, chip, dtype=dtype, steps=steps[model])
     for model in steps:  # attention laid out the other way than usual
-        program = tpu.Program(model, "v5e", steps=steps[model], split_head_dim=model != "sdxl")
+        program = Program(model, "v5e", steps=steps[model], split_head_dim=model != "sdxl")
         found[f"{model}-bfloat16-v5e-other-heads"] = program
     return found
 
 
-def is_searched(program: tpu.Program) -> bool:
+def is_searched(program: Program) -> bool:
     """Whether a program's largest batch belongs to the report: a real model's, laid out as usual."""
     return program.pipeline in ("sd", "sdxl") and program.split_head_dim is None
 
 
-def missing(wanted: dict[str, tpu.Program], folder: Path) -> list[tuple[str, str]]:
+def missing(wanted: dict[str, Program], folder: Path) -> list[tuple[str, str]]:
     """What is left to do, in this order: every program's report, then the largest batches."""
     reports, largest = [], []
     for name, program in wanted.items():
@@ -61,57 +66,75 @@ def missing(wanted: dict[str, tpu.Program], folder: Path) -> list[tuple[str, str
     return reports + largest
 
 
-def guess_from_another_chip(program: tpu.Program, usable: int, folder: Path) -> int | None:
-    """Nine tenths of the batch that should fit, as pictures need about as much memory on any chip; None if unknown.
+def largest_that_fits(fits: Callable[[int], bool], start: int = 1) -> int:
+    """The largest number that fits, if all above it do not; 0 if none does.
 
-    Of the chips whose answer for the same model and dtype is recorded, the one with the most similar memory counts.
+    Doubles from ``start`` until a number does not fit, then halves the interval.
+
+    Examples
+    --------
+    >>> largest_that_fits(lambda n: n <= 11), largest_that_fits(lambda n: n <= 11, start=20)
+    (11, 11)
     """
-    guesses = []
-    for name, other in programs().items():
-        file = folder / f"{name}.json"
-        if other == program or dataclasses.replace(other, chip=program.chip) != program or not file.exists():
-            continue
-        report = json.loads(file.read_text())
-        found = report["largest_batch"] or {"largest": 0}
-        if found["largest"] > 1:
-            needs = {entry["batch"]: sum(entry["hbm"].values()) for entry in found["tried"] if entry["fits"]}
-            each = max(1, (needs[found["largest"]] - needs[1]) // (found["largest"] - 1))
-            fitting = found["largest"] + (usable - needs[found["largest"]]) / each
-            guesses.append((abs(usable - report["usable_hbm"]), int(0.9 * fitting)))
-    return min(guesses)[1] if guesses else None
+    fitting, refused = 0, start
+    while fits(refused):
+        fitting, refused = refused, 2 * refused
+    while refused - fitting > 1:
+        middle = (fitting + refused) // 2
+        if fits(middle):
+            fitting = middle
+        else:
+            refused = middle
+    return fitting
+
+
+def find_largest_batch(program: Program, report: PipelineReport, start: int) -> LargestBatch:
+    """Compile a program with different batches, until one fits and the next does not.
+
+    The report spares the compilation of batch 1.
+    """
+    whole = report.whole
+    tried = {1: Attempt(1, whole.fits, whole.memory, whole.compile_seconds)}
+    shapes, date = load_shapes(program.pipeline, program.dtype, program.split_head_dim), whole.date
+
+    def fits(batch: int) -> bool:
+        nonlocal date
+        if batch not in tried:
+            answer = ask_about_whole(dataclasses.replace(program, batch=batch), shapes)
+            tried[batch], date = Attempt(batch, answer.fits, answer.memory, answer.compile_seconds), answer.date
+            log.info("batch %d: %s", batch, answer.verdict)
+        return tried[batch].fits
+
+    largest = largest_that_fits(fits, start) if whole.fits else 0
+    return LargestBatch(largest, tuple(tried[batch] for batch in sorted(tried)), date, versions())
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, help="start no program after so many minutes")
     parser.add_argument("--only", default="", help="only programs whose name has this in it")
-    parser.add_argument(
-        "--guess", type=int, help="the batch to begin searches with (by default what another chip's answer suggests)"
-    )
+    parser.add_argument("--start", type=int, default=2, help="the batch to begin searches with (%(default)s)")
     parser.add_argument(
         "--list", action="store_true", help="say what is recorded and what is left, and compile nothing"
     )
     parser.add_argument("--to", type=Path, default=FOLDER, help="folder of the report (%(default)s)")
-    parser.add_argument("--cache", type=Path, default=tpu.default_cache(), help="folder of answers (%(default)s)")
     options = parser.parse_args(arguments)
     wanted = {name: program for name, program in programs().items() if options.only in name}
     if not wanted:
         parser.error(f"no program has {options.only!r} in its name; there are {', '.join(programs())}")
-    if options.guess is not None and options.guess < 2:
-        parser.error(f"--guess is {options.guess}, and has to be 2 or more, as batch 1 is compiled anyway")
+    if options.start < 1:
+        parser.error(f"--start is {options.start}, and has to be 1 or more")
     left = missing(wanted, options.to)
     if options.list:
         for name in wanted:
             print(f"{name:<36}{', '.join(what for other, what in left if other == name) or 'nothing'} to do")
         return 0
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("course").setLevel(logging.INFO)
     try:
         tpu.tpu_devices()
     except RuntimeError as error:
-        say(str(error))
+        print(error, file=sys.stderr)
         return 1
     diffusers.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
@@ -121,23 +144,21 @@ def main(arguments: list[str] | None = None) -> int:
         (name, what), *left = left
         if name in refused:  # there is no report to add a largest batch to
             continue
-        say(f"== {name}: {what}")
+        log.info("== %s: %s", name, what)
         file, program = options.to / f"{name}.json", wanted[name]
         try:
             if what == REPORT:
-                report = tpu.compile_report(program, cache=options.cache, say=say)
+                report = ask_about_pipeline(program)
             else:
-                known = json.loads(file.read_text())
-                guess = options.guess or guess_from_another_chip(program, known["usable_hbm"], options.to)
-                found = tpu.largest_batch(program, report=known, guess=guess, cache=options.cache, say=say)
-                # Read again: the search takes hours, in which the file may have changed.
-                report = json.loads(file.read_text()) | {"largest_batch": found}
+                report = from_json(PipelineReport, json.loads(file.read_text()))
+                found = find_largest_batch(program, report, options.start)
+                report = dataclasses.replace(report, largest_batch=found)
         except jax.errors.JaxRuntimeError as error:  # the other programs may still compile
-            say(f"{name}: the compiler failed: {error}")
+            log.info("%s: the compiler failed: %s", name, error)
             refused.append(name)
             continue
-        write_json(file, report)
-        say(f"recorded; left: {', '.join(f'{name} ({what})' for name, what in left) or 'nothing'}")
+        write_json(file, dataclasses.asdict(report))
+        log.info("recorded; left: %s", ", ".join(f"{name} ({what})" for name, what in left) or "nothing")
     print(f"Left to do: {len(left)}. Failed: {', '.join(refused) or 'nothing'}.")
     return bool(refused)
 

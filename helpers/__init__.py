@@ -1,29 +1,23 @@
-"""The few functions that the chapters share. Everything else in them is JAX, Flax and diffusers."""
+"""The few functions that the chapters share. The rest is JAX, Flax, diffusers and stable_diffusion."""
 
-import sys
+import importlib
+from typing import Any
 
-from helpers.versions import require_flax
+_NAMES = {
+    "checkpoints": ("Checkpoint", "bundled_checkpoint", "pick_checkpoint"),
+    "devices": ("device_report", "require_accelerator", "simulate_devices"),
+    "images": ("image_grid",),
+    "inputs": ("create_key", "prepare_prompts", "split_keys"),
+    "packages": ("quiet_deprecations", "require_flax"),
+    "places": ("find_data",),
+    "timing": ("Timing", "count_compilations", "time_calls"),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULES)
 
-if "helpers.doctor" not in sys.orig_argv:  # `python -m helpers.doctor` reports what would stop the import here
-    require_flax()
-    from helpers.checkpoints import Checkpoint, bundled_checkpoint, pick_checkpoint
-    from helpers.devices import device_report, require_accelerator, simulate_devices
-    from helpers.images import image_grid
-    from helpers.inputs import create_key, prepare_prompts, split_keys
-    from helpers.timing import Timing, count_compilations, time_calls
 
-__all__ = [
-    "Checkpoint",
-    "Timing",
-    "bundled_checkpoint",
-    "count_compilations",
-    "create_key",
-    "device_report",
-    "image_grid",
-    "pick_checkpoint",
-    "prepare_prompts",
-    "require_accelerator",
-    "simulate_devices",
-    "split_keys",
-    "time_calls",
-]
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, and no more: a chapter without Flax needs none of what the others import."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'helpers' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"helpers.{_MODULES[name]}"), name)

@@ -19,17 +19,7 @@ _ADVICE = {
 }
 
 
-def has_tpu_chips() -> bool:
-    """Whether the operating system shows TPU chips, whatever JAX makes of them."""
-    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
-
-
-def _has_gpu() -> bool:
-    # NVIDIA's driver, the same under WSL, and AMD's.
-    return any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))
-
-
-def simulate_devices(n: int = 8) -> int:
+def simulate_devices(n: int = 8) -> None:
     """Present the CPU as ``n`` JAX devices, so that parallel programs have devices to run on.
 
     Builds on the configuration option ``jax_num_cpu_devices``. An accelerator is left alone: it stays the default
@@ -41,36 +31,26 @@ def simulate_devices(n: int = 8) -> int:
     n : int
         How many devices, 1 or more.
 
-    Returns
-    -------
-    int
-        The number of CPU devices that JAX now has.
-
     Raises
     ------
     ValueError
         If the number is not a whole number of at least 1.
     RuntimeError
-        If JAX has already started with another number; it reads the option only once.
+        If JAX has already started with a different number; it reads the option only once.
 
     Examples
     --------
-    >>> simulate_devices(len(jax.devices("cpu"))) == len(jax.devices("cpu"))  # already so: harmless
-    True
+    >>> simulate_devices(len(jax.devices("cpu")))  # as it is already
     """
     wanted = os.environ.get(DEVICES_VARIABLE, n)
-    try:
-        count = int(wanted)
-    except (TypeError, ValueError):
-        count = 0
-    if count < 1 or isinstance(wanted, float):
+    count = int(wanted) if str(wanted).isdecimal() else 0
+    if count < 1:
         source = DEVICES_VARIABLE if DEVICES_VARIABLE in os.environ else "n"
         raise ValueError(f"{source} is {wanted!r}, but the number of devices must be a whole number of at least 1.")
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        present = len(jax.devices("cpu"))
-        if present != count:
+        if (present := len(jax.devices("cpu"))) != count:
             raise RuntimeError(
                 f"JAX has already started with {present} CPU device(s) and cannot change to {count}: restart the "
                 "kernel and call simulate_devices before anything else uses JAX."
@@ -79,7 +59,6 @@ def simulate_devices(n: int = 8) -> int:
         if importlib.util.find_spec("libtpu") and not (has_tpu_chips() or _has_gpu() or jax.config.jax_platforms):
             # JAX would find the CPU anyway, but after libtpu has logged a screenful about the TPU that is missing.
             jax.config.update("jax_platforms", "cpu")
-    return count
 
 
 def device_report() -> str:
@@ -93,24 +72,20 @@ def device_report() -> str:
     JAX ... runs on ...
     """
     devices = jax.devices()
-    first = devices[0]
-    limit = (first.memory_stats() or {}).get("bytes_limit")
-    if limit:
+    first, count = devices[0], len(devices)
+    memory = "an unknown amount of memory"
+    if limit := (first.memory_stats() or {}).get("bytes_limit"):
         memory = f"{limit / 2**30:.1f} GiB of memory on each"
     elif first.platform == "cpu":
-        memory = f"{psutil.virtual_memory().total / 2**30:.1f} GiB of memory, shared by all of them"
-    else:
-        memory = "an unknown amount of memory"
-    lines = [
-        f"JAX {jax.__version__} runs on {len(devices)} device(s) of platform {first.platform!r}, "
-        f"kind {first.device_kind!r}, with {memory}."
-    ]
+        memory = f"{psutil.virtual_memory().total / 2**30:.1f} GiB of memory" + ", shared by all of them" * (count > 1)
+    kind = f"platform {first.platform!r}, kind {first.device_kind!r}"
+    report = f"JAX {jax.__version__} runs on {count} device(s) of {kind}, with {memory}."
     if first.platform == "cpu":
-        lines.append(
-            f"This is a CPU run: the {len(devices)} device(s) share {os.cpu_count()} core(s), so programs behave as on "
+        report += (
+            f"\nThis is a CPU run: the {count} device(s) have {os.cpu_count()} core(s) in all. Programs behave as on "
             "real devices, but their speed says nothing about real ones."
         )
-    return "\n".join(lines)
+    return report
 
 
 def require_accelerator() -> None:
@@ -121,8 +96,7 @@ def require_accelerator() -> None:
     RuntimeError
         If the default backend is the CPU. The message names the backend and what to do in this runtime.
     """
-    platform = jax.default_backend()
-    if platform == "cpu":
+    if jax.default_backend() == "cpu":
         runtime = find_runtime()
         raise RuntimeError(
             f"JAX runs on the CPU, not on a TPU or GPU. On this machine ({runtime}): {_ADVICE[runtime]}."
@@ -138,3 +112,13 @@ def find_runtime() -> str:
     if has_tpu_chips():
         return "TPU VM"
     return "GPU" if _has_gpu() else "laptop"
+
+
+def has_tpu_chips() -> bool:
+    """Whether the operating system shows TPU chips, whatever JAX makes of them."""
+    return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+def _has_gpu() -> bool:
+    # NVIDIA's driver, the same under WSL, and AMD's.
+    return any(Path("/dev", name).exists() for name in ("nvidiactl", "dxg", "kfd"))

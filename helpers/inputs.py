@@ -2,14 +2,14 @@
 
 import re
 import warnings
+from typing import Any
 
 import jax
 import numpy as np
-from flax.training.common_utils import shard
 
 
 def create_key(seed: int = 0) -> jax.Array:
-    """Make the random key that everything random in a picture follows from.
+    """Make the random key that everything random in an image follows from.
 
     Builds on ``jax.random.key``: a typed key, scalar, of dtype ``key<fry>``.
 
@@ -24,7 +24,7 @@ def create_key(seed: int = 0) -> jax.Array:
 
 
 def split_keys(key: jax.Array, n: int | None = None) -> jax.Array:
-    """Split a key into one for each device, so that each device draws another picture.
+    """Split a key into one for each device, so that each device draws a different image.
 
     Builds on ``jax.random.split``.
 
@@ -62,10 +62,8 @@ def split_keys(key: jax.Array, n: int | None = None) -> jax.Array:
     return jax.random.split(key, n)
 
 
-def prepare_prompts(pipeline, prompts: str | list[str]) -> np.ndarray:
-    """Tokenize prompts and spread them over the devices.
-
-    Builds on ``pipeline.prepare_inputs`` and ``flax.training.common_utils.shard``.
+def prepare_prompts(pipeline: Any, prompts: str | list[str]) -> np.ndarray:
+    """Tokenize prompts with ``pipeline.prepare_inputs``, and spread them over the devices as Flax's ``shard`` does.
 
     Parameters
     ----------
@@ -96,34 +94,27 @@ def prepare_prompts(pipeline, prompts: str | list[str]) -> np.ndarray:
     devices = jax.device_count()
     if isinstance(prompts, str):
         prompts = [prompts] * devices
-    if not isinstance(prompts, (list, tuple)):
-        raise TypeError(
-            f"Prompts must be a string or a list of strings, but got {type(prompts).__name__}: {prompts!r}."
-        )
-    for prompt in prompts:
-        if not isinstance(prompt, str):
-            raise TypeError(f"Every prompt must be a string, but one is {type(prompt).__name__}: {prompt!r}.")
+    if not (isinstance(prompts, (list, tuple)) and all(isinstance(prompt, str) for prompt in prompts)):
+        raise TypeError(f"Prompts must be a string or a list of strings, but got {prompts!r}.")
     if not prompts:
         raise ValueError(f"There are no prompts: give {devices}, or one as a string for every device.")
-    if len(prompts) % devices:
-        more = devices * (len(prompts) // devices + 1)
-        fewer = more - devices
+    if surplus := len(prompts) % devices:
+        more, fewer = len(prompts) - surplus + devices, len(prompts) - surplus
         raise ValueError(
-            f"{len(prompts)} prompts cannot be spread over {devices} devices: give "
-            + (f"{fewer} or {more}" if fewer else f"{more}")
-            + f", or repeat them with [p for p in prompts for _ in range({devices})]."
+            f"{len(prompts)} prompts cannot be spread over {devices} devices: give {f'{fewer} or ' if fewer else ''}"
+            f"{more}, or repeat them with [p for p in prompts for _ in range({devices})]."
         )
     for prompt in dict.fromkeys(prompts):
-        _warn_about(pipeline.tokenizer, prompt)
-    return shard(pipeline.prepare_inputs(list(prompts)))
+        warn_about_prompt(pipeline.tokenizer, prompt)
+    ids = pipeline.prepare_inputs(list(prompts))
+    return ids.reshape(devices, -1, ids.shape[-1])
 
 
-def _warn_about(tokenizer, prompt: str) -> None:
-    """Say what the text encoder will not see, or never saw."""
+def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
+    """Say what of a prompt the text encoder will not see, and which words a bundled checkpoint never saw."""
     # The two places that are not words: the start token and the end token.
     room = tokenizer.model_max_length - 2
-    tokens = tokenizer.tokenize(prompt)
-    if len(tokens) > room:
+    if len(tokens := tokenizer.tokenize(prompt)) > room:
         lost = tokenizer.convert_tokens_to_string(tokens[room:]).strip()
         warnings.warn(
             f"This prompt has {len(tokens)} tokens, and the text encoder reads {room}; it will not see: {lost!r}",

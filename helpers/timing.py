@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -26,7 +27,7 @@ class Timing:
         return f"first call {self.first:.3f} s, then {self.steady:.3f} s (median of {len(self.later)}: {spread} s)"
 
 
-def time_calls(fn: Callable, *args, repeats: int = 3, **kwargs) -> Timing:
+def time_calls(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any) -> Timing:
     """Time a first call and later ones apart, each until its results are there.
 
     JAX returns before the devices are done, so every call is timed up to ``jax.block_until_ready`` of its result.
@@ -66,8 +67,8 @@ def time_calls(fn: Callable, *args, repeats: int = 3, **kwargs) -> Timing:
 def count_compilations() -> Iterator[list[str]]:
     """List the programs that JAX compiles inside a ``with`` block, by name; their number is the list's length.
 
-    Builds on ``jax.monitoring``, where JAX reports each program that it asks the compiler for. One that comes out of
-    the persistent compilation cache is reported, too. Seconds would depend on the machine; the count does not.
+    Builds on ``jax.monitoring``, where JAX reports each program that it asks the compiler for, also one that comes out
+    of the persistent compilation cache. Seconds would depend on the machine; the count does not.
 
     Examples
     --------
@@ -80,7 +81,7 @@ def count_compilations() -> Iterator[list[str]]:
     names: list[str] = []
     active = True
 
-    def listen(event: str, duration: float, **details) -> None:
+    def listen(event: str, duration: float, **details: Any) -> None:
         if active and event == "/jax/core/compile/backend_compile_duration":
             names.append(details.get("fun_name", "unnamed"))
 

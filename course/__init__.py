@@ -1,0 +1,1 @@
+"""What people start with ``python -m course.…``: the doctor, several processes on one machine, the TPU compiler."""
