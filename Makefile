@@ -12,37 +12,36 @@ help:  ## list these commands
 
 # Installs again whenever the lock or the project's own metadata changes, and never otherwise.
 .venv/installed: requirements.lock pyproject.toml
-	@$(PYTHON) tools/check_python.py
-	@echo "Creating .venv and installing the locked packages (a few minutes, once) ..."
+	@$(PYTHON) -m tools.check_python
+	@echo "Creating .venv and installing the locked packages (once; it downloads about 1 GB) ..."
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m tools.install
 	@touch $@
 	@echo "Installed."
 
-run: .venv/installed  ## execute the chapters, and show a table and their pictures (CHAPTERS=notebooks/04_*.ipynb for some)
-	@$(BIN)/python tools/run_chapters.py $(CHAPTERS)
+run: .venv/installed  ## execute the chapters, and show their pictures on a page (CHAPTERS=notebooks/04_*.ipynb for some)
+	@$(BIN)/python -m tools.run_chapters $(CHAPTERS)
 
 test: .venv/installed  ## check the code and the notebooks, and run every test
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m pytest
 
-test-matrix: .venv/installed  ## execute the chapters on Colab's versions, the newest, and the oldest Python's
-	@$(BIN)/python tools/test_matrix.py
+test-matrix: .venv/installed  ## run the tests of executed chapters on Colab's packages, and on the other Pythons
+	@$(BIN)/python -m pytest --matrix tests/test_execution.py
 
 lab: .venv/installed  ## open the chapters in JupyterLab
 	@$(BIN)/jupyter lab notebooks
 
 docs: .venv/installed  ## build the site from executed chapters, into build/site/html
-	@$(BIN)/python tools/build_site.py
+	@$(BIN)/python -m tools.build_site
 
 workshop: .venv/installed  ## write the student set and the instructor set, into build/workshop
-	@$(BIN)/python tools/workshop.py
+	@$(BIN)/python -m tools.workshop
 
 # Training needs PyTorch, which nothing else here does, so it has an environment of its own.
 .venv-train/installed: requirements.lock pyproject.toml
-	@$(PYTHON) tools/check_python.py
+	@$(PYTHON) -m tools.check_python
 	@echo "Creating .venv-train with PyTorch (a few minutes, once) ..."
 	@$(PYTHON) -m venv .venv-train
 	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
@@ -53,19 +52,19 @@ checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (half 
 	@.venv-train/bin/python -m training $(ARGS)
 
 lock: .venv/installed  ## write the locks and environment.yml anew from pyproject.toml
-	@$(BIN)/python tools/lock.py
+	@$(BIN)/python -m tools.lock
 
 outdated: .venv/installed  ## compare the lock with the newest releases, and say what is held back and why
-	@$(BIN)/python tools/outdated.py
+	@$(BIN)/python -m tools.outdated
 
 audit: .venv/installed  ## look the locked packages up in the lists of known vulnerabilities
-	@$(BIN)/python tools/audit.py
+	@$(BIN)/python -m tools.audit
 
 publish: .venv/installed  ## write where the course lives wherever it is named (REPO=owner/name)
-	@$(BIN)/python tools/publish.py $(REPO)
+	@$(BIN)/python -m tools.publish $(REPO)
 
 tpu-report: .venv/installed  ## ask the TPU compiler about the real models (many hours; resumable; ARGS='--minutes 60')
-	@$(BIN)/python benchmarks/record_tpu.py $(ARGS)
+	@$(BIN)/python -m benchmarks.record_tpu $(ARGS)
 
 clean:  ## remove what these commands made
 	rm -rf .venv .venv-train build dist

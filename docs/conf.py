@@ -1,17 +1,16 @@
-"""How Sphinx builds the site: from ``build/site/source``, where ``tools/build_site.py`` lays the pages out."""
+"""How Sphinx builds the site: from ``build/site/source``, where ``python -m tools.build_site`` lays the pages out."""
 
 import os
-import sys
 from pathlib import Path
 
 import jax
 from docutils import nodes
 
-ROOT = Path(os.environ["COURSE_ROOT"])
-sys.path.insert(0, str(ROOT))
 from tools import publish
 
+ROOT = Path(os.environ["COURSE_ROOT"])
 REPOSITORY = publish.stamped_repository()
+PUBLISHED = not REPOSITORY.startswith("OWNER/")
 
 project = "Stable Diffusion in JAX"
 author = "the course's authors"
@@ -26,14 +25,14 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["inventories", "workshop"]
+exclude_patterns = ["inventories", "docs/workshop"]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning stops the build
 nitpick_ignore_regex = [
     # What docstrings say in words about types.
     (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|tree|sequence.*|str or None|FlaxStableDiffusion.*"),
     (
         r"py:(class|obj)",
-        r"(collections\.abc|contextlib|PIL|numpy\.typing|jax\.stages|jax\._src\.stages)\..*|(pathlib\.)?Path",
+        r"(collections\.abc|contextlib|diffusers|PIL|numpy\.typing|jax\.stages|jax\._src\.stages)\..*|(pathlib\.)?Path",
     ),
 ]
 
@@ -52,7 +51,7 @@ autodoc_typehints = "signature"
 napoleon_google_docstring = False
 napoleon_preprocess_types = True
 
-# Written by tools/inventories.py, and kept, so that the build asks no network.
+# Written by ``python -m tools.inventories``, and kept, so that the build asks no network.
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", "inventories/python.inv"),
     "jax": ("https://docs.jax.dev/en/latest/", "inventories/jax.inv"),
@@ -78,7 +77,7 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
-    "github_url": f"https://github.com/{REPOSITORY}" if REPOSITORY else "",
+    "github_url": f"https://github.com/{REPOSITORY}" if PUBLISHED else "",
 }
 
 
@@ -87,7 +86,7 @@ def add_chapter_links(app, pagename, templatename, context, doctree):
     if pagename.startswith("notebooks/"):
         name = pagename.removeprefix("notebooks/") + ".ipynb"
         context["chapter_file"] = name
-        context["chapter_launch"] = publish.launch_links(REPOSITORY, name)
+        context["chapter_launch"] = publish.launch_links(REPOSITORY, name) if PUBLISHED else []
 
 
 def mark_times(app, doctree):

@@ -1,29 +1,65 @@
 """What the tests share. JAX gets its simulated devices here, before any test starts it."""
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import diffusers
 import jax.numpy as jnp
+import nbformat
 import pytest
 import transformers
 from diffusers import FlaxDiffusionPipeline
+from playwright.sync_api import sync_playwright
 
 import helpers
-from tools import offline
+from tools import matrix, offline, workshop
 
 ROOT = Path(__file__).resolve().parents[1]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 # What the person who runs the tests has set would change what they test.
-for variable in ("TUTORIAL_DEVICES", "TUTORIAL_CHECKPOINT", "JAX_PLATFORMS", "HF_ENDPOINT", "HF_TOKEN"):
-    os.environ.pop(variable, None)
+for variable in list(os.environ):
+    if variable.startswith(("COLAB_", "HF_", "JAX_", "KAGGLE_", "TUTORIAL_")):
+        del os.environ[variable]
 helpers.simulate_devices(8)
 diffusers.logging.set_verbosity_error()
 transformers.logging.set_verbosity_error()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--matrix", action="store_true", help="execute the chapters on all runtimes but this one")
+
+
+def pytest_collection_modifyitems(items):
+    """What looks at executed chapters comes late, for they run beside other tests. What looks at the site is last."""
+    items.sort(key=lambda item: 2 * ("site" in item.fixturenames) + ("executed" in item.fixturenames))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def execute(request):
+    """A function that gives the process which executes a runtime's chapters. Those here begin before the first test."""
+    wanted, started = {}, {}
+    for item in request.session.items:
+        if "executed" in item.fixturenames:
+            runtime, chapter = item.callspec.params["where_and_what"]
+            wanted.setdefault(runtime.name, {})[chapter] = None
+
+    def execute(runtime):
+        if runtime.name not in started:
+            started[runtime.name] = matrix.Execution(runtime, list(wanted[runtime.name]))
+        return started[runtime.name]
+
+    if matrix.HERE.name in wanted:
+        execute(matrix.HERE)
+    yield execute
+    for execution in started.values():
+        execution.stop()
 
 
 @pytest.fixture(scope="session")
@@ -71,8 +107,54 @@ def serve():
 @pytest.fixture(scope="session")
 def site():
     """The site's pages, built from the chapters as an earlier test or `make run` executed them."""
-    subprocess.run([sys.executable, ROOT / "tools" / "build_site.py"], check=True)
+    subprocess.run([sys.executable, "-m", "tools.build_site"], cwd=ROOT, check=True)
     return ROOT / "build" / "site" / "html"
+
+
+@pytest.fixture(scope="session")
+def address(site, serve):
+    class Files(SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=site)
+
+    with serve(Files) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("There is no Chromium here: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # Chromium's sandbox refuses root, which is who runs in a container.
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if root else [])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def screenshots():
+    """A folder for people to look into."""
+    folder = ROOT / "build" / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def open_page(browser, address):
+    """A function that opens a page of the site, in a context of its own."""
+    contexts = []
+
+    def open_page(name, dark=False, **options):
+        contexts.append(browser.new_context(color_scheme="dark" if dark else "light", **options))
+        page = contexts[-1].new_page()
+        page.goto(f"{address}/{name}.html")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +164,7 @@ def without_network():
         pytest.skip(reason)
 
     def run(command, check=True, **options):
-        outer = [sys.executable, ROOT / "tools" / "offline.py", *command]
+        outer = [sys.executable, "-m", "tools.offline", *command]
         result = subprocess.run(outer, capture_output=True, cwd=ROOT, **options)
         assert result.returncode == 0 or not check, result.stdout.decode()[-3000:] + result.stderr.decode()[-3000:]
         return result
@@ -91,9 +173,18 @@ def without_network():
 
 
 @pytest.fixture(scope="session")
-def executed_offline(without_network, tmp_path_factory):
-    """A folder of chapters that were executed once more, without a network."""
-    folder = tmp_path_factory.mktemp("offline")
-    chapters = [ROOT / "notebooks" / f"{name}.ipynb" for name in ("02_bf16_loading", "04_jit_pipeline")]
-    without_network([sys.executable, "tools/run_chapters.py", *chapters, "--to", folder])
-    return folder
+def sets():
+    """The folders of both sets for a workshop, unpacked."""
+    subprocess.run([sys.executable, "-m", "tools.workshop"], cwd=ROOT, check=True, capture_output=True)
+    for name in ("student", "instructor"):
+        zipfile.ZipFile(workshop.BUILD / f"{name}.zip").extractall(workshop.BUILD)
+    return {name: workshop.BUILD / name for name in ("student", "instructor")}
+
+
+@pytest.fixture(scope="session")
+def executed_again(sets, without_network, tmp_path_factory):
+    """The cells of the instructor's chapter 3, from the unpacked set, executed without a network."""
+    folder = tmp_path_factory.mktemp("again")
+    chapter = sets["instructor"] / "notebooks" / "03_replicate_shard.ipynb"
+    without_network([sys.executable, "-m", "tools.run_chapters", chapter, "--to", folder])
+    return nbformat.read(folder / chapter.name, as_version=4).cells

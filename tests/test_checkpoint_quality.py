@@ -61,10 +61,13 @@ def test_other_captions_would_be_wrong(images):
 
 
 def test_an_untrained_unet_draws_nothing_that_the_judge_takes(generate, params):
-    leaves, structure = jax.tree.flatten(params["unet"])
-    keys = jax.random.split(create_key(1), len(leaves))
-    random = [0.05 * jax.random.normal(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    broken = params | {"unet": jax.tree.unflatten(structure, random)}
+    rng = np.random.default_rng(1)
+
+    def randomize(leaf):
+        # Where the weights were, or the program would be compiled once more.
+        return jax.device_put(0.05 * rng.standard_normal(leaf.shape, np.float32), leaf.sharding)
+
+    broken = params | {"unet": jax.tree.map(randomize, params["unet"])}
     images = generate([scenes.caption(**named) for named in CAPTIONS], broken, create_key(0))
     assert share_right(CAPTIONS, images) == 0
 

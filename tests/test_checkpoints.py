@@ -1,17 +1,19 @@
 """pick_checkpoint and bundled_checkpoint, with a local server in the Hub's place."""
 
 import json
-import os
-import subprocess
-import sys
+import shutil
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from urllib.parse import unquote, urlparse
 
+import jax
 import jax.numpy as jnp
 import pytest
+from huggingface_hub import constants, file_download
 
 import helpers
 
+ROOT = Path(__file__).resolve().parents[1]
 SHA = "0123456789abcdef0123456789abcdef01234567"
 WEIGHTS = "unet/diffusion_flax_model.msgpack"
 CONFIGS = {
@@ -35,6 +37,8 @@ SIZES_ELSEWHERE = {
 }
 REVISIONS = {SD: {"bf16", "main"}, SDXL: {"main"}, "owner/gated": {"main"}, "owner/huge": {"main"}}
 REVISIONS |= {"owner/torch-only": {"main"}}
+NO_HUB = "http://127.0.0.1:9"
+PATH_ON_THE_HUB = file_download.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
 
 
 class FakeHub(BaseHTTPRequestHandler):
@@ -89,60 +93,53 @@ def hub(serve):
 
 
 @pytest.fixture
-def pick(tmp_path):
-    """Call pick_checkpoint in a new process, on an accelerator with so many GiB or none; what it printed and chose."""
+def pick(monkeypatch, tmp_path, capsys):
+    """Call pick_checkpoint on an accelerator with so many GiB, or without; what it said and chose, or raised."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
 
-    def pick(endpoint, choice="", memory=None, model="sd"):
-        code = "import helpers, jax\n"
+    def pick(endpoint, choice="", memory=None, model="sd", safetensors=False):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + PATH_ON_THE_HUB)
+        monkeypatch.setenv("TUTORIAL_CHECKPOINT", choice)
         if memory is not None:
-            code += (
-                f"jax.default_backend = lambda: 'tpu'\nhelpers.checkpoints._device_memory = lambda: {memory} * 2**30\n"
-            )
-        code += (
-            f"try:\n    c = helpers.pick_checkpoint({model!r})\n"
-            "    print(c.source, c.revision, c.dtype.__name__, sep='|', end='|')\n"
-            "    print(c.height, c.width, c.download_bytes, c.license, sep='|')\n"
-            "except Exception as error:\n    print(type(error).__name__, error, sep='|')"
-        )
-        environment = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-        environment |= {"TUTORIAL_CHECKPOINT": choice, "HF_HUB_DISABLE_TELEMETRY": "1"}
-        result = subprocess.run(
-            [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, timeout=120
-        )
-        assert result.stderr == ""
-        *said, chosen = result.stdout.strip().splitlines()
-        return "\n".join(said), chosen.split("|")
+            monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+            monkeypatch.setattr(helpers.checkpoints, "_device_memory", lambda: memory * 2**30)
+        try:
+            chosen = helpers.pick_checkpoint(model, safetensors)
+        except RuntimeError as error:
+            chosen = error
+        said = capsys.readouterr()
+        assert said.err == ""
+        return said.out.rstrip("\n"), chosen
 
     return pick
-
-
-NO_HUB = "http://127.0.0.1:9"
 
 
 def test_a_cpu_run_says_so_and_takes_the_bundled_checkpoint(pick):
     said, chosen = pick(NO_HUB)
     assert said.startswith("This is a CPU run: using the bundled checkpoint shapes-sd")
-    assert chosen[0].endswith("shapes-sd")
-    assert chosen[1:] == ["None", "float32", "64", "64", "0", "Apache-2.0"]
+    assert chosen == helpers.bundled_checkpoint("shapes-sd")
 
 
 def test_an_accelerator_with_the_memory_gets_stable_diffusion_in_bfloat16(pick, hub):
     said, chosen = pick(hub, memory=16)
     assert said == f"Using {SD} at revision 'bf16', 2.0 GB to download."
-    assert chosen == [SD, "bf16", "bfloat16", "512", "512", "1966000000", "CreativeML OpenRAIL-M"]
+    assert (chosen.source, chosen.revision, chosen.dtype) == (SD, "bf16", jnp.bfloat16)
+    assert (chosen.height, chosen.width, chosen.download_bytes) == (512, 512, 1_966_000_000)
 
 
 def test_an_accelerator_with_more_memory_gets_xl(pick, hub):
     said, chosen = pick(hub, memory=16, model="sdxl")
     assert said == f"Using {SDXL} at revision 'main', 13.3 GB to download."
-    assert chosen == [SDXL, "main", "bfloat16", "1024", "1024", "13326000000", "OpenRAIL++-M"]
+    assert (chosen.source, chosen.revision, chosen.dtype) == (SDXL, "main", jnp.bfloat16)
+    assert (chosen.height, chosen.width, chosen.download_bytes) == (1024, 1024, 13_326_000_000)
 
 
 def test_without_the_memory_for_xl_its_bundled_relative_is_taken(pick, hub):
     said, chosen = pick(hub, memory=8, model="sdxl")
     assert said.startswith(f"{SDXL} takes 14 GiB of memory, and each device has 8.0 GiB: using the bundled checkpoint")
-    assert chosen[0].endswith("shapes-sdxl")
-    assert pick(NO_HUB, model="sdxl")[1][0].endswith("shapes-sdxl")
+    assert chosen == helpers.bundled_checkpoint("shapes-sdxl")
+    assert pick(NO_HUB, model="sdxl")[1] == chosen
 
 
 @pytest.mark.parametrize(
@@ -150,99 +147,112 @@ def test_without_the_memory_for_xl_its_bundled_relative_is_taken(pick, hub):
     [
         ("shapes-sdxl", "sd", "FlaxStableDiffusionXLPipeline"),
         ("shapes-sd", "sdxl", "FlaxStableDiffusionPipeline"),
-        ("folder", "sdxl", "FlaxStableDiffusionPipeline"),
+        (helpers.bundled_checkpoint("shapes-sd").source, "sdxl", "FlaxStableDiffusionPipeline"),
         (SDXL, "sd", "StableDiffusionXLPipeline"),
         (f"{SD}@bf16", "sdxl", "FlaxStableDiffusionPipeline"),
     ],
+    ids=["name of XL", "name", "folder", "XL on the Hub", "on the Hub"],
 )
-def test_a_checkpoint_for_another_architecture_is_refused_in_one_sentence(pick, hub, checkpoint, choice, model, found):
-    choice = checkpoint.source if choice == "folder" else choice
-    _, (kind, text) = pick(hub, choice=choice, memory=16, model=model)
+def test_a_checkpoint_for_another_architecture_is_refused_in_one_sentence(pick, hub, choice, model, found):
+    _, error = pick(hub, choice=choice, memory=16, model=model)
     wanted = {"sd": "FlaxStableDiffusionPipeline", "sdxl": "FlaxStableDiffusionXLPipeline"}[model]
-    assert kind == "RuntimeError"
-    assert f"is made for {found}, and this chapter teaches {wanted}" in text
-    assert f"set TUTORIAL_CHECKPOINT to shapes-{model} or" in text
-    assert "\n" not in text
+    assert isinstance(error, RuntimeError)
+    assert f"is made for {found}, and this chapter teaches {wanted}" in str(error)
+    assert f"set TUTORIAL_CHECKPOINT to shapes-{model} or" in str(error)
+    assert "\n" not in str(error)
 
 
 def test_a_checkpoint_for_xl_is_taken_where_xl_is_taught(pick, hub):
-    assert pick(NO_HUB, choice="shapes-sdxl", model="sdxl")[1][0].endswith("shapes-sdxl")
-    assert pick(hub, choice=SDXL, model="sdxl")[1][0] == SDXL
+    assert pick(NO_HUB, choice="shapes-sdxl", model="sdxl")[1] == helpers.bundled_checkpoint("shapes-sdxl")
+    assert pick(hub, choice=SDXL, model="sdxl")[1].source == SDXL
 
 
 def test_an_accelerator_without_the_memory_says_so(pick, hub):
     said, chosen = pick(hub, memory=4)
     assert said.startswith(f"{SD} takes 6 GiB of memory, and each device has 4.0 GiB: using the bundled")
-    assert chosen[0].endswith("shapes-sd")
+    assert chosen.name == "shapes-sd"
 
 
 def test_an_accelerator_without_the_hub_says_so_in_one_line(pick):
     said, chosen = pick(NO_HUB, memory=16)
     assert "the Hugging Face Hub cannot be reached" in said
     assert "using the bundled checkpoint shapes-sd" in said
-    assert len(said.splitlines()) == 1
-    assert chosen[0].endswith("shapes-sd")
+    assert "\n" not in said
+    assert chosen.name == "shapes-sd"
 
 
 def test_a_bundled_name_is_taken_wherever_it_runs(pick, hub):
     said, chosen = pick(hub, choice="shapes-sd-bf16", memory=16)
     assert said == "TUTORIAL_CHECKPOINT is set: using shapes-sd-bf16."
-    assert chosen[0].endswith("shapes-sd-bf16")
-    assert chosen[2] == "bfloat16"
+    assert (chosen.name, chosen.dtype) == ("shapes-sd-bf16", jnp.bfloat16)
 
 
 def test_a_folder_is_taken(pick, checkpoint):
-    _, chosen = pick(NO_HUB, choice=checkpoint.source)
-    assert chosen[0] == checkpoint.source
+    assert pick(NO_HUB, choice=checkpoint.source)[1].source == checkpoint.source
 
 
 def test_a_hub_id_is_taken_with_its_revision(pick, hub):
     _, chosen = pick(hub, choice=f"{SD}@bf16")
-    assert chosen[:3] == [SD, "bf16", "float32"]  # float32, because this is a CPU
+    assert (chosen.source, chosen.revision, chosen.dtype) == (SD, "bf16", jnp.float32), "float32, as this is a CPU"
 
 
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (f"{SD}@flux", f"{SD} has no revision 'flux'"),
-        ("owner/gated", "owner/gated at revision 'main' is gated: accept its licence at"),
-        ("owner/missing", "The Hub has no repository owner/missing, or it is private"),
+        (f"{SD}@flux", f"The Hub does not give {SD} at revision 'flux': Revision Not Found"),
+        ("owner/gated", "Cannot access gated repo"),
+        ("owner/missing", "Repository Not Found"),
         ("owner/huge", "needs 1000000000.0 GB of disk"),
         ("owner/torch-only", "it has no Flax weights"),
+        # An answer that is no file is passed on.
+        ("owner/broken", "The Hub does not give owner/broken at revision 'main': 500 Server Error"),
         ("shapes", "TUTORIAL_CHECKPOINT is 'shapes': no folder, no Hub id (owner/name), and no bundled checkpoint"),
         ("./nowhere/at-all", "no folder, no Hub id"),
     ],
 )
 def test_an_explicit_choice_that_cannot_be_had_is_one_sentence(pick, hub, choice, message):
-    _, (kind, text) = pick(hub, choice=choice, memory=16)
-    assert kind == "RuntimeError"
-    assert message in text
-    assert "\n" not in text
+    _, error = pick(hub, choice=choice, memory=16)
+    assert isinstance(error, RuntimeError)
+    assert message in str(error)
+    assert "\n" not in str(error)
 
 
 def test_an_explicit_choice_without_the_hub_does_not_fall_back(pick):
-    _, (kind, text) = pick(NO_HUB, choice=f"{SD}@bf16", memory=16)
-    assert kind == "RuntimeError"
-    assert "cannot be reached" in text
+    _, error = pick(NO_HUB, choice=f"{SD}@bf16", memory=16)
+    assert isinstance(error, RuntimeError)
+    assert "cannot be reached" in str(error)
 
 
 def test_a_folder_without_flax_weights_is_refused(pick, tmp_path):
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    _, (kind, text) = pick(NO_HUB, choice=str(folder))
-    assert kind == "RuntimeError"
-    assert "holds no pipeline with Flax weights" in text
+    _, error = pick(NO_HUB, choice=str(tmp_path))
+    assert isinstance(error, RuntimeError)
+    assert "holds no pipeline with Flax weights" in str(error)
+
+
+@pytest.fixture
+def with_safetensors(tmp_path):
+    """A folder with the bundled configurations, and safetensors in place of Flax weights."""
+    folder = shutil.copytree(ROOT / "checkpoints" / "shapes-sd", tmp_path / "model")
+    for file in folder.rglob("*.msgpack"):
+        file.rename(file.with_name("diffusion_pytorch_model.safetensors"))
+    return folder
+
+
+def test_safetensors_are_for_the_later_chapters(pick, hub, with_safetensors):
+    for source, choice in (NO_HUB, str(with_safetensors)), (hub, "owner/torch-only"):
+        _, error = pick(source, choice=choice)
+        assert isinstance(error, RuntimeError)
+        assert "safetensors, which the chapters from 11 on read" in str(error)
+    _, chosen = pick(NO_HUB, choice=str(with_safetensors), safetensors=True)
+    assert (chosen.source, chosen.height, chosen.download_bytes) == (str(with_safetensors), 64, 0)
+    _, chosen = pick(hub, choice="owner/torch-only", safetensors=True)
+    assert (chosen.source, chosen.revision) == ("owner/torch-only", "main")
+    assert chosen.download_bytes == sum(SIZES_ELSEWHERE["owner/torch-only"].values())
 
 
 def test_an_accelerator_that_does_not_tell_its_memory_says_so(pick, hub):
     said, _ = pick(hub, memory=0)
     assert "each device has an unknown amount: using the bundled" in said
-
-
-def test_an_answer_of_the_hub_that_is_no_file_is_passed_on(pick, hub):
-    _, (kind, text) = pick(hub, choice="owner/broken")
-    assert kind == "RuntimeError"
-    assert text.startswith("The Hub does not give owner/broken at revision 'main': 500 Server Error")
 
 
 def test_an_unknown_model_lists_the_known_ones():

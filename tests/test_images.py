@@ -8,12 +8,12 @@ from PIL import Image
 from helpers import image_grid
 
 
-def picture(value=0.5, side=64):
+def image(value=0.5, side=64):
     return np.full((1, side, side, 3), value, np.float32)
 
 
 @pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (3, 1, 3), (7, 2, 4), (8, 2, 4), (16, 4, 4)])
-def test_any_number_of_pictures_makes_a_grid(count, rows, columns):
+def test_any_number_of_images_makes_a_grid(count, rows, columns):
     grid = image_grid(np.zeros((count, 64, 64, 3)))
     assert grid.size == (columns * 196 - 4, rows * 196 - 4)
 
@@ -26,7 +26,7 @@ def test_device_and_batch_axes_are_laid_out_in_order():
     assert seen == [round(level * 255) for level in levels]
 
 
-def test_all_kinds_of_pictures_look_the_same():
+def test_all_kinds_of_images_look_the_same():
     values = np.linspace(0, 1, 64 * 64 * 3, dtype=np.float32).reshape(1, 64, 64, 3)
     bytes_ = np.rint(values * 255).astype(np.uint8)
     reference = np.asarray(image_grid(values))
@@ -37,22 +37,22 @@ def test_all_kinds_of_pictures_look_the_same():
     assert np.abs(halved - reference).max() <= 1
 
 
-def test_small_pictures_are_enlarged_without_new_colours():
+def test_small_images_are_enlarged_without_new_colours():
     checkers = np.indices((64, 64)).sum(0) % 2
     grid = np.asarray(image_grid(np.repeat(checkers[None, :, :, None], 3, axis=-1).astype(np.float32)))
     assert grid.shape[:2] == (192, 192)
     assert set(np.unique(grid[..., :3])) == {0, 255}
 
 
-def test_a_large_picture_keeps_its_size_and_several_share_the_page():
-    assert image_grid(picture(side=512)).size == (512, 512)
+def test_a_large_image_keeps_its_size_and_several_share_the_page():
+    assert image_grid(image(side=512)).size == (512, 512)
     assert image_grid(np.zeros((2, 512, 512, 3))).size == (516, 256)
 
 
-def test_captions_stand_above_their_pictures_and_are_not_cut_off():
+def test_captions_stand_above_their_images_and_are_not_cut_off():
     long = "a medium orange triangle on a yellow background"
-    grid = image_grid(picture(0.0), captions=[long])
-    plain = image_grid(picture(0.0))
+    grid = image_grid(image(0.0), captions=[long])
+    plain = image_grid(image(0.0))
     assert grid.width == plain.width
     above = np.asarray(grid.convert("RGB"))[: grid.height - plain.height]
     assert above.shape[0] > 0
@@ -60,15 +60,15 @@ def test_captions_stand_above_their_pictures_and_are_not_cut_off():
     assert (above[:, -1] == 255).all()  # and none of it reaches the edge
 
 
-def test_captions_must_match_the_pictures():
-    with pytest.raises(ValueError, match="1 captions for 2 pictures"):
+def test_captions_must_match_the_images():
+    with pytest.raises(ValueError, match="1 captions for 2 images"):
         image_grid(np.zeros((2, 64, 64, 3)), captions=["one"])
 
 
-def test_pixels_that_are_not_numbers_are_refused_with_the_picture():
+def test_pixels_that_are_not_numbers_are_refused_with_the_image():
     images = np.zeros((3, 64, 64, 3))
     images[1, 5, 5] = np.nan
-    with pytest.raises(ValueError, match=r"3 value\(s\) are nan, in picture\(s\) \[1\]"):
+    with pytest.raises(ValueError, match=r"3 value\(s\) are nan, in image\(s\) \[1\]"):
         image_grid(images)
     images[1, 5, 5] = np.inf
     with pytest.raises(ValueError, match=r"3 value\(s\) are inf"):
@@ -91,16 +91,16 @@ def test_wrong_ranks_and_channels_are_refused_with_the_shape(shape):
 
 
 @pytest.mark.parametrize("nothing", [[], np.zeros((0, 64, 64, 3))])
-def test_no_pictures_are_refused(nothing):
-    with pytest.raises(ValueError, match="no pictures"):
+def test_no_images_are_refused(nothing):
+    with pytest.raises(ValueError, match="no images"):
         image_grid(nothing)
 
 
-def test_pictures_of_different_sizes_are_refused():
+def test_images_of_different_sizes_are_refused():
     with pytest.raises(ValueError, match=r"different sizes, \[\(8, 8\), \(9, 9\)\]"):
         image_grid([Image.new("RGB", (8, 8)), Image.new("RGB", (9, 9))])
 
 
 def test_a_grid_without_columns_is_refused():
     with pytest.raises(ValueError, match="0 columns"):
-        image_grid(picture(), columns=0)
+        image_grid(image(), columns=0)

@@ -14,15 +14,15 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 from PIL import Image
 
-from helpers import launch as launcher
-from helpers import worker
-from helpers.launch import launch
+from course.hosts import launch as launcher
+from course.hosts import worker
+from course.hosts.launch import launch
 
 # One more round than eight devices can fill.
 PROMPTS = [f"a large {color} {shape} on a white background" for color in ("red", "blue") for shape in ("heart", "star")]
 PROMPTS += [f"a medium {color} circle on a black background" for color in ("red", "blue", "green", "white", "yellow")]
 PROMPTS += ["a small purple moon on a pink background", "a large orange cross on a blue background"]
-NAMES = [worker.picture_name(index) for index in range(len(PROMPTS))]
+NAMES = [worker.image_name(index) for index in range(len(PROMPTS))]
 DEVICES = 8
 
 # The worker, but process 1 dies when it has drawn its share of the second round, and is about to gather it.
@@ -30,7 +30,7 @@ DIES = """
 import os, signal
 import jax
 from jax.experimental import multihost_utils
-from helpers import worker
+from course.hosts import worker
 
 gather, gathers = multihost_utils.process_allgather, []
 
@@ -73,10 +73,10 @@ def run(*command, env) -> subprocess.CompletedProcess:
     )
 
 
-def launch_worker(folder, out, env, processes=2, devices=4, program=("-m", "helpers.worker")):
+def launch_worker(folder, out, env, processes=2, devices=4, program=("-m", "course.hosts.worker")):
     options = ("-n", processes, "--devices", devices, "--time-limit", 500)
     files = ("--prompts", folder / "prompts.txt", "--out", out)
-    return run("-m", "helpers.launch", *options, "--", *program, *files, env=env)
+    return run("-m", "course.hosts.launch", *options, "--", *program, *files, env=env)
 
 
 def left_over(text: str) -> list[psutil.Process]:
@@ -89,9 +89,9 @@ def snapshot(out: Path) -> dict[str, tuple[bytes, int]]:
     return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in sorted(out.iterdir())}
 
 
-def read_picture(file: Path):
-    with Image.open(file) as picture:
-        return np.asarray(picture), picture.info
+def read_image(file: Path):
+    with Image.open(file) as image:
+        return np.asarray(image), image.info
 
 
 @pytest.fixture(scope="module")
@@ -105,15 +105,15 @@ def whole(folder, environment):
 def test_each_prompt_is_drawn_once_by_the_devices_of_both_processes(whole, checkpoint):
     output, out = whole
     assert sorted(file.name for file in out.iterdir()) == NAMES
-    keys = worker.picture_keys(0, range(len(PROMPTS)))
+    keys = worker.image_keys(0, range(len(PROMPTS)))
     for index, name in enumerate(NAMES):
-        pixels, info = read_picture(out / name)
+        pixels, info = read_image(out / name)
         assert pixels.shape == (checkpoint.height, checkpoint.width, 3)
         assert info["prompt"] == PROMPTS[index]
         assert info["key"] == f"{keys[index][0]} {keys[index][1]}"
         assert info["device"].endswith(f"of process {index % DEVICES // 4}")
     assert f"{len(PROMPTS)} prompt(s), 0 drawn already; 2 round(s) to go, on 8 device(s) of 2 process(es)" in output
-    assert "round 2 of 2: 3 picture(s) written" in output, "what fills the last round is not written"
+    assert "11 of 11 image(s) written" in output, "what fills the last round is not written"
 
 
 def test_each_line_says_which_process_printed_it(whole):
@@ -143,7 +143,7 @@ def test_what_was_written_before_is_there(cut_off, whole):
 
 @pytest.fixture(scope="module")
 def full_disk(folder, environment, cut_off):
-    """The work goes on in one process, which finds no room for its second picture."""
+    """The work goes on in one process, which finds no room for its second image."""
     _, out, _ = cut_off
     part = out / f".{NAMES[DEVICES + 1]}.part"
     part.symlink_to("/dev/full")
@@ -175,7 +175,7 @@ def finished(folder, environment, full_disk):
     }
     alone = environment | slurm | {"JAX_PLATFORMS": "cpu", "TUTORIAL_DEVICES": str(DEVICES)}
     files = ("--prompts", folder / "prompts.txt", "--out", out)
-    result = run("-m", "helpers.worker", *files, env=alone)
+    result = run("-m", "course.hosts.worker", *files, env=alone)
     assert result.returncode == 0, result.stdout
     return result.stdout, out, before
 
@@ -188,10 +188,10 @@ def test_a_restart_draws_what_is_missing_and_nothing_twice(finished):
     assert f"{len(before)} drawn already; 1 round(s) to go, on 8 device(s) of 1 process(es)" in output
 
 
-def test_pictures_are_equal_bit_for_bit_on_two_processes_and_on_one(finished, whole):
+def test_images_are_equal_bit_for_bit_on_two_processes_and_on_one(finished, whole):
     for name in NAMES:
-        pixels, info = read_picture(finished[1] / name)
-        expected, expected_info = read_picture(whole[1] / name)
+        pixels, info = read_image(finished[1] / name)
+        expected, expected_info = read_image(whole[1] / name)
         assert np.array_equal(pixels, expected)
         assert {**info, "device": ""} == {**expected_info, "device": ""}
 
@@ -199,7 +199,7 @@ def test_pictures_are_equal_bit_for_bit_on_two_processes_and_on_one(finished, wh
 def test_a_folder_that_cannot_be_written_is_reported_at_once(folder, environment):
     result = launch_worker(folder, folder / "prompts.txt" / "out", environment, devices=1)
     assert result.returncode == 1
-    assert "Pictures cannot be written to" in result.stdout and "give another --out" in result.stdout, result.stdout
+    assert "Images cannot be written to" in result.stdout and "give a different --out" in result.stdout, result.stdout
     assert "[launch] process" in result.stdout and "ended with status 1" in result.stdout
     assert "Traceback" not in result.stdout
 
@@ -208,8 +208,8 @@ def test_a_worker_that_waits_in_vain_says_so_in_the_time_set(folder):
     """Of two processes only one comes, be it the first or the second."""
     waiting = []
     for number in (0, 1):
-        address = f"127.0.0.1:{launcher._free_port()}"
-        command = [sys.executable, "-m", "helpers.worker", "--prompts", "x", "--out", "x", "--start-timeout=2"]
+        address = f"127.0.0.1:{launcher.free_port()}"
+        command = [sys.executable, "-m", "course.hosts.worker", "--prompts", "x", "--out", "x", "--start-timeout=2"]
         command += [f"--coordinator={address}", "--processes=2", f"--process-id={number}"]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         process = subprocess.Popen(
@@ -224,16 +224,16 @@ def test_a_worker_that_waits_in_vain_says_so_in_the_time_set(folder):
 
 
 def test_without_a_cluster_the_worker_says_what_to_give():
-    result = run("-m", "helpers.worker", "--prompts", "x", "--out", "x", env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    result = run("-m", "course.hosts.worker", "--prompts", "x", "--out", "x", env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert result.returncode == 1
-    assert "JAX finds no cluster here" in result.stdout and "helpers.launch" in result.stdout, result.stdout
+    assert "JAX finds no cluster here" in result.stdout and "course.hosts.launch" in result.stdout, result.stdout
 
 
 def test_a_key_follows_from_the_seed_and_the_index_alone():
-    keys = worker.picture_keys(0, range(DEVICES))
+    keys = worker.image_keys(0, range(DEVICES))
     assert len({tuple(key) for key in keys}) == DEVICES
-    assert np.array_equal(worker.picture_keys(0, [5])[0], keys[5])
-    assert not np.array_equal(worker.picture_keys(1, [5])[0], keys[5])
+    assert np.array_equal(worker.image_keys(0, [5])[0], keys[5])
+    assert not np.array_equal(worker.image_keys(1, [5])[0], keys[5])
 
 
 @pytest.mark.parametrize(
@@ -247,22 +247,22 @@ def test_prompts_that_cannot_be_had_are_refused(tmp_path, contents, message):
         worker.read_prompts(tmp_path / "prompts.txt")
 
 
-def test_pictures_of_other_work_are_not_taken_for_ones_own(tmp_path, checkpoint):
+def test_images_of_other_work_are_not_taken_for_ones_own(tmp_path, checkpoint):
     mine = worker.describe(["a red heart", "a blue star"], 0, checkpoint)
-    worker.write_picture(tmp_path / NAMES[0], np.zeros((8, 8, 3), np.uint8), mine[0])
+    worker.write_image(tmp_path / NAMES[0], np.zeros((8, 8, 3), np.uint8), mine[0])
     assert worker.find_missing(tmp_path, mine) == [1]
     for other in (worker.describe(["a green ring"], 0, checkpoint), worker.describe(["a red heart"], 1, checkpoint)):
         with pytest.raises(RuntimeError, match="is there already with the"):
             worker.find_missing(tmp_path, other)
-    (tmp_path / NAMES[1]).write_bytes(b"no picture")
-    with pytest.raises(RuntimeError, match=r"00001\.png is no picture"):
+    (tmp_path / NAMES[1]).write_bytes(b"no image")
+    with pytest.raises(RuntimeError, match=r"00001\.png is not an image"):
         worker.find_missing(tmp_path, mine)
 
 
-def test_a_prompt_in_any_script_survives_in_the_picture(tmp_path):
+def test_a_prompt_in_any_script_survives_in_the_image(tmp_path):
     description = {"prompt": "ein grünes Herz, 赤い星"}
-    worker.write_picture(tmp_path / NAMES[0], np.zeros((8, 8, 3), np.uint8), description)
-    assert read_picture(tmp_path / NAMES[0])[1]["prompt"] == description["prompt"]
+    worker.write_image(tmp_path / NAMES[0], np.zeros((8, 8, 3), np.uint8), description)
+    assert read_image(tmp_path / NAMES[0])[1]["prompt"] == description["prompt"]
 
 
 # The launcher alone, with programs that need no JAX.
@@ -301,7 +301,7 @@ def test_the_launcher_kills_what_does_not_stop_by_itself(capsys, monkeypatch, tm
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_launcher_stops_its_processes_when_it_is_stopped(number, status, tmp_path):
-    sleeping = [sys.executable, "-m", "helpers.launch", "--", "-c", "print('up'); import time; time.sleep(60)"]
+    sleeping = [sys.executable, "-m", "course.hosts.launch", "--", "-c", "print('up'); import time; time.sleep(60)"]
     process = subprocess.Popen([*sleeping, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] up\n", "[1] up\n"]
     process.send_signal(number)
@@ -314,7 +314,7 @@ def test_the_launcher_stops_its_processes_when_it_is_stopped(number, status, tmp
 def test_the_launcher_stops_its_processes_when_a_notebook_is_interrupted(tmp_path):
     manager, client = start_new_kernel(extra_arguments=["--log-level=ERROR"])
     try:
-        cell = "from helpers.launch import launch\n"
+        cell = "from course.hosts.launch import launch\n"
         cell += f"launch(['-c', \"print('up'); import time; time.sleep(60)\", {str(tmp_path)!r}])"
         request, printed = client.execute(cell), ""
         while not ("[0] up" in printed and "[1] up" in printed):
@@ -334,7 +334,7 @@ def test_the_launcher_stops_its_processes_when_a_notebook_is_interrupted(tmp_pat
 def test_processes_do_not_outlive_a_launcher_that_is_killed(tmp_path):
     """It cannot stop them then; but they notice when they next print."""
     talking = "import time\nwhile True:\n    print('still here'); time.sleep(0.1)"
-    command = [sys.executable, "-m", "helpers.launch", "--", "-c", talking, str(tmp_path)]
+    command = [sys.executable, "-m", "course.hosts.launch", "--", "-c", talking, str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     process.stdout.readline()
     process.kill()

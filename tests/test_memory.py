@@ -1,80 +1,71 @@
-"""How much memory kernels take, which tests of the chapters and `make run` rely on; and how much is left to them."""
+"""How much memory kernels take at their peak, as `make run` measures it and the tests of executed chapters judge it."""
 
-import os
-import socket
 import subprocess
 import sys
-import time
-from urllib.error import URLError
-from urllib.request import urlopen
+from pathlib import Path
 
 import nbformat
-import psutil
-from nbclient import NotebookClient
+import pytest
 
-from tools import memory
-
+ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
+TAKE = "block = b'1' * ({} * 2**20)"
 
 
-def peak_of(*sources: str) -> float:
-    """The peak of a kernel, in MiB, that runs these cells."""
-    cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    with memory.KernelMemory() as watched:
-        NotebookClient(nbformat.v4.new_notebook(cells=cells)).execute()
-    return watched.peak / MIB
+def start(code: str) -> str:
+    """A cell that runs code in a process that the kernel starts."""
+    return f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
 
 
-def test_memory_that_was_given_back_counts():
-    small = peak_of("pass")
-    assert 20 < small < 300
-    take = "import time; block = b'1' * (400 * 2**20); time.sleep(1); del block"
-    assert 380 < peak_of(take) - small < 500
+CELLS = {
+    "nothing": ["pass"],
+    "given back": [TAKE.format(400) + "; import time; time.sleep(1); del block"],
+    "in a process": [start(TAKE.format(400) + "; import time; time.sleep(1)")],
+    "in a fork": [
+        TAKE.format(400),
+        "import os, time\npid = os.fork()\nif pid == 0:\n    time.sleep(1)\n    os._exit(0)\nos.waitpid(pid, 0)",
+    ],
+    "given back before a process": [
+        TAKE.format(400) + "; del block",
+        "import time; time.sleep(1)",
+        start(TAKE.format(300) + "; import time; time.sleep(1)"),
+    ],
+}
 
 
-def test_what_a_kernel_starts_counts_and_a_fork_of_it_does_not_count_twice():
-    child = "import time; block = b'1' * (400 * 2**20); time.sleep(2)"
-    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    assert peak_of(start) > 420
-    fork = "import os, time; block = b'1' * (400 * 2**20); pid = os.fork()"
-    ends = "if pid == 0:\n    time.sleep(1)\n    os._exit(0)\nos.waitpid(pid, 0)"
-    assert peak_of(fork + "\n" + ends) < 700
+@pytest.fixture(scope="module")
+def peaks(tmp_path_factory):
+    """The peak of a kernel that runs such cells, in MiB."""
+    folder = tmp_path_factory.mktemp("memory")
+    for name, sources in CELLS.items():
+        cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / f"{name}.ipynb")
+    command = [sys.executable, "-m", "tools.run_chapters", *folder.glob("*.ipynb"), "--to", folder / "executed"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    executed = {name: nbformat.read(folder / "executed" / f"{name}.ipynb", as_version=4) for name in CELLS}
+    return {name: notebook.metadata["peak_memory"] / MIB for name, notebook in executed.items()}
+
+
+def test_memory_that_was_given_back_counts(peaks):
+    assert 20 < peaks["nothing"] < 300
+    assert 380 < peaks["given back"] - peaks["nothing"] < 500
+
+
+def test_what_a_kernel_starts_counts(peaks):
+    assert 380 < peaks["in a process"] - peaks["nothing"] < 500
+
+
+def test_a_fork_does_not_count_twice(peaks):
+    assert 380 < peaks["in a fork"] - peaks["nothing"] < 500
+
+
+def test_what_was_given_back_before_another_process_started_does_not_count_with_it(peaks):
+    assert peaks["given back before a process"] - peaks["nothing"] < 500
 
 
 def test_processes_that_are_no_kernels_do_not_count():
-    with memory.KernelMemory() as watched:
-        subprocess.run([sys.executable, "-c", "import time; block = b'1' * (100 * 2**20); time.sleep(1)"], check=True)
-    assert watched.peak == 0
-
-
-def test_jupyterlab_leaves_the_chapters_their_share_of_binder(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", f"--port={port}"]
-    command += ["--IdentityProvider.token=", f"--notebook-dir={tmp_path}"]
-    folders = {"JUPYTER_CONFIG_DIR": str(tmp_path), "JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    server = subprocess.Popen(command, env=os.environ | folders, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                for page in ("lab", "api/contents", "lab/api/settings"):
-                    urlopen(f"http://127.0.0.1:{port}/{page}", timeout=60).read()
-                break
-            except URLError:
-                assert time.monotonic() < deadline, "JupyterLab does not answer"
-                time.sleep(0.5)
-        processes = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-        peak = sum(map(memory.resident_peak, processes))
-    finally:
-        server.terminate()
-        server.wait()
-    assert 0 < peak < memory.SERVER
-
-
-def test_what_a_kernel_gave_back_before_it_started_another_process_does_not_count_with_it():
-    take = "block = b'1' * (400 * 2**20); del block"
-    child = "import time; block = b'1' * (300 * 2**20); time.sleep(2)"
-    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    assert peak_of(take, "import time; time.sleep(1)", start) < 620
+    code = "import subprocess, sys; from tools.memory import KernelMemory\nwith KernelMemory() as memory:\n"
+    code += f"    subprocess.run([sys.executable, '-c', {TAKE.format(100) + '; import time; time.sleep(1)'!r}])\n"
+    code += "print(memory.peak)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "0\n"

@@ -1,7 +1,9 @@
-"""Once installed, the course needs no network: the operating system takes it away, and everything works on."""
+"""Once installed, the course needs no network: the operating system takes it away, and everything works on.
 
-import json
-import os
+test_execution.py runs every chapter so, workers on two processes among them; other tests build the site and run a
+workshop's chapter.
+"""
+
 import socket
 import subprocess
 import sys
@@ -28,7 +30,7 @@ def test_outside_is_out_of_reach_and_the_machine_itself_is_not(without_network):
 
 def test_a_missing_command_and_a_failing_one_are_told_apart(without_network):
     assert without_network(["false"], check=False).returncode == 1
-    nothing = subprocess.run([sys.executable, ROOT / "tools" / "offline.py"], capture_output=True)
+    nothing = subprocess.run([sys.executable, "-m", "tools.offline"], cwd=ROOT, capture_output=True)
     assert nothing.returncode == 2
 
 
@@ -41,21 +43,7 @@ def test_a_system_that_refuses_is_named(monkeypatch, capsys):
 
 
 def test_the_doctor_finds_no_problem_in_a_missing_network(without_network):
-    said = without_network([sys.executable, "-m", "helpers.doctor"], check=False).stdout.decode()
+    said = without_network([sys.executable, "-m", "course.doctor"], check=False).stdout.decode()
     assert "cannot be reached" in said
     problems = [line for line in said.splitlines() if line.startswith("Problem")]
     assert all("Less than 2 GiB" in problem for problem in problems), said  # which is this machine's business
-
-
-def test_chapters_run(executed_offline):
-    for name in ("02_bf16_loading", "04_jit_pipeline"):
-        notebook = json.loads((executed_offline / f"{name}.ipynb").read_text())
-        assert all(cell["execution_count"] for cell in notebook["cells"] if cell["cell_type"] == "code")
-
-
-def test_a_worker_on_two_processes_runs(without_network, tmp_path):
-    (tmp_path / "prompts.txt").write_text("a small red heart on a white background")
-    worker = ["-m", "helpers.worker", "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "helpers.launch", "-n", "2", "--devices", "1", "--", *worker]
-    without_network(command, env=os.environ | {"TUTORIAL_CHECKPOINT": "shapes-sd"})
-    assert (tmp_path / "out" / "00000.png").exists()

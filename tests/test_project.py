@@ -1,15 +1,21 @@
 """The files around the code: versions, lock, environment, licence, and what they must not contain."""
 
+import ast
+import os
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import helpers
 from tools import lock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,50 +62,132 @@ def test_the_lock_has_hashes_and_no_index_addresses():
 
 def test_no_file_names_the_machine_that_made_it():
     for file in tracked_files():
-        if file.suffix in {".inv", ".msgpack", ".png", ".npz"} or file.name == "test_project.py":
+        if file.suffix in {".gz", ".inv", ".msgpack", ".png", ".npz", ".safetensors"} or file.name == "test_project.py":
             continue
         text = file.read_text()
         for word in ("/root/", "/work/", "/opt/", "/home/"):
             assert word not in text, f"{word} in {file}"
 
 
-def test_the_wheel_carries_the_helpers_and_the_checkpoints(tmp_path):
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"helpers/__init__.py", "helpers/bundled/shapes-sd/unet/diffusion_flax_model.msgpack"} <= names
-    assert {"helpers/bundled/shapes-sd-bf16/unet/diffusion_flax_model.msgpack", "helpers/shardings.json"} <= names
-    assert not any(name.startswith(("training", "tests", "tools")) for name in names)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A folder with what the course's wheel installs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (file,) = folder.glob("*.whl")
+    zipfile.ZipFile(file).extractall(folder / "site")
+    return folder / "site"
 
-    # Away from the clone, the package finds its checkpoints within itself.
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+
+def test_the_wheel_carries_the_rooms_that_chapters_import(wheel):
+    rooms = {folder.name for folder in wheel.iterdir()} - {"stable_diffusion_jax_course-0.1.0.dist-info"}
+    assert rooms == {room for room in ("helpers", "course", "stable_diffusion", "training") if (ROOT / room).is_dir()}
+    for room in rooms:
+        tracked = {file for file in tracked_files() if file.is_relative_to(ROOT / room)}
+        assert {wheel / file.relative_to(ROOT) for file in tracked} <= set(wheel.rglob("*"))
+
+
+def test_the_wheel_carries_the_checkpoints_and_what_was_recorded(wheel):
+    for folder in ("checkpoints", "benchmarks/tpu"):
+        files = {file.relative_to(ROOT) for file in tracked_files() if file.is_relative_to(ROOT / folder)}
+        assert files
+        assert all((wheel / "helpers" / "data" / file).is_file() for file in files)
+    readers = [*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "course").rglob("*.py")]
+    names = {name for file in readers for name in re.findall(r'find_data\(\\?"([^"\\]+)', file.read_text())}
+    assert {"checkpoints", "benchmarks/model.json", "benchmarks/tpu"} <= names
+    assert [name for name in names if not (wheel / "helpers" / "data" / name).exists()] == []
+
+
+def test_away_from_the_clone_everything_is_found_and_the_judge_needs_no_pytorch(wheel):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import helpers; "
-        "print(helpers.bundled_checkpoint('shapes-sd').source)"
+        "import site, sys; site.main(); sys.path.insert(0, sys.argv[1]); sys.modules['torch'] = None\n"
+        "import helpers, training.fidelity, training.scenes\n"
+        "print(helpers.bundled_checkpoint('shapes-sd').source, helpers.find_data('benchmarks/tpu'))\n"
+        "print(training.fidelity.__file__)"
     )
-    command = [sys.executable, "-S", "-c", f"import site; site.main(); {code}", str(tmp_path / "site")]
-    source = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
-    assert Path(source) == tmp_path / "site" / "helpers" / "bundled" / "shapes-sd"
+    command = [sys.executable, "-S", "-c", code, str(wheel)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    said = subprocess.run(command, cwd=wheel.parent, env=environment, capture_output=True, text=True, check=True).stdout
+    data = wheel / "helpers" / "data"
+    places = [data / "checkpoints" / "shapes-sd", data / "benchmarks" / "tpu", wheel / "training" / "fidelity.py"]
+    assert said.split() == [str(place) for place in places]
+
+
+# Who may import whom. Of training/, chapters may use the renderer and the judge.
+ROOMS = ("helpers", "stable_diffusion", "course", "training", "benchmarks", "tools", "tests")
+MAY_IMPORT = {
+    "helpers": ("helpers",),
+    "stable_diffusion": ("stable_diffusion",),
+    "course": ("course", "helpers", "stable_diffusion"),
+    "notebooks": ("course", "helpers", "stable_diffusion", "training.fidelity", "training.scenes"),
+}
+# What the newest packages do not have, and PyTorch.
+MUST_NOT_NEED = {
+    "helpers": ("diffusers", "flax", "torch", "transformers"),
+    "training/fidelity.py": ("torch",),
+    "training/scenes.py": ("torch",),
+}
+# All that the model needs besides Python. Of Flax it is what reads the bundled checkpoints' files, and no modules.
+MODEL_NEEDS = ("stable_diffusion", "jax", "numpy", "safetensors", "tokenizers", "flax.serialization")
+
+
+def imports(code: str) -> set[str]:
+    """The modules that a piece of code imports, with what it takes from them: ``a.b`` for ``from a import b``."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def code_of(room: str) -> dict[str, str]:
+    """The code of a room, or of one file, by where it stands; of chapters, without lines that are for IPython."""
+    if room != "notebooks":
+        files = [ROOT / room] if room.endswith(".py") else (ROOT / room).rglob("*.py")
+        return {str(file.relative_to(ROOT)): file.read_text() for file in files}
+    found = {}
+    for file in (ROOT / room).rglob("[0-9]*.ipynb"):
+        cells = [cell.source for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code"]
+        lines = [line for cell in cells for line in cell.splitlines() if not line.lstrip().startswith(("%", "!"))]
+        found[file.name] = "\n".join(lines)
+    return found
+
+
+def belongs(module: str, names: Iterable[str]) -> bool:
+    return any(f"{module}.".startswith(f"{name}.") for name in names)
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_those_below_it(room):
+    for where, code in code_of(room).items():
+        own = {module for module in imports(code) if belongs(module, ROOMS)}
+        assert [module for module in own if not belongs(module, MAY_IMPORT[room])] == [], where
+
+
+@pytest.mark.parametrize("room", MUST_NOT_NEED)
+def test_what_must_run_without_a_package_does_not_import_it(room):
+    for where, code in code_of(room).items():
+        assert [module for module in imports(code) if belongs(module, MUST_NOT_NEED[room])] == [], where
+
+
+def test_the_model_needs_five_packages():
+    for where, code in code_of("stable_diffusion").items():
+        foreign = {module for module in imports(code) if module.split(".")[0] not in sys.stdlib_module_names}
+        assert [module for module in foreign if not belongs(module, MODEL_NEEDS)] == [], where
 
 
 def test_everything_that_helpers_exports_is_documented():
-    import helpers
-
     for name in helpers.__all__:
         assert getattr(helpers, name).__doc__, name
 
 
-def test_helpers_can_be_read_over_a_coffee():
-    """What the chapters import; command-line tools, and what the doctor knows about the runtime, count apart."""
-    tools = ("doctor", "launch", "tokens", "tpu", "versions", "worker")
-    files = [file for file in (ROOT / "helpers").glob("*.py") if file.stem not in tools]
-    lines = [line for file in files for line in file.read_text().splitlines() if line.strip()]
-    assert len(lines) <= 700
+@pytest.mark.parametrize(("room", "most"), [("helpers", 750), ("stable_diffusion", 900)])
+def test_a_room_can_be_read_over_a_coffee(room, most):
+    lines = [line for code in code_of(room).values() for line in code.splitlines() if line.strip()]
+    assert 0 < len(lines) <= most
 
 
 @pytest.mark.parametrize("name", ["shapes-sd", "shapes-sd-bf16", "shapes-sdxl"])

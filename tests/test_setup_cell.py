@@ -1,11 +1,10 @@
-"""The setup cell: what it does where the course is installed, where it is not, and on Colab and Kaggle."""
+"""The setup cell: what it does if the course is installed, if it is not, and on Colab and Kaggle. Who writes it."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
 from pathlib import Path
 
@@ -13,9 +12,16 @@ import pytest
 
 from tools import publish
 
+CHAPTERS = sorted((publish.ROOT / "notebooks").rglob("[0-9]*.ipynb"))
+CELL = publish.SETUP_CELL.read_text()
+# Written in two parts, so that a name does not take its place here.
+PLACEHOLDER = "/".join(("OWNER", "COURSE"))
+UNPUBLISHED = CELL.replace(publish.stamped_repository(), PLACEHOLDER)
+PUBLISHED = CELL.replace(publish.stamped_repository(), "someone/course")
+
 
 def run_cell(python: str, source: str, **environment: str) -> subprocess.CompletedProcess:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("COLAB_", "KAGGLE_", "TUTORIAL_", "PYTHONPATH"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("COLAB_", "KAGGLE_", "TUTORIAL_"))}
     command = [python, "-c", source]
     return subprocess.run(command, env=clean | environment, capture_output=True, text=True, cwd="/")
 
@@ -26,107 +32,136 @@ def bare_python(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=False)
     packages = next((folder / "lib").glob("python*")) / "site-packages"
-    (packages / "pip.py").write_text(
-        "import sys, pathlib\n"
-        "constraints = pathlib.Path(sys.argv[sys.argv.index('--constraint') + 1]).read_text()\n"
-        "print('asked for', sys.argv[-1], 'with', constraints.split())\n"
-        "sys.exit(1)\n"
-    )
+    (packages / "pip.py").write_text("import sys\nsys.exit('asked for ' + ' '.join(sys.argv[1:]))\n")
     for name, version in (("jax", "0.7.2"), ("numpy", "2.1.3"), ("transformers", "5.15.0")):
+        (packages / f"{name}.py").touch()
         info = packages / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    return str(folder / "bin" / "python")
+    python = str(folder / "bin" / "python")
+    return lambda source, **environment: run_cell(python, source, PYTHONPATH="", **environment)
 
 
-def test_where_the_course_is_installed_it_installs_nothing():
-    source = publish.setup_cell("") + "\nimport jax; print(jax.device_count(), 'devices')"
-    for _ in range(2):
-        result = run_cell(sys.executable, "import subprocess; subprocess.run = None\n" + source)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout == "8 devices\n"
+def test_if_the_course_is_installed_it_says_nothing_and_only_the_licence_is_warned_of():
+    code = (
+        f"import subprocess, sys; subprocess.run = None\n{CELL}\n"
+        "import jax; print(jax.device_count(), 'devices'); print('---', file=sys.stderr)\n"
+        "from diffusers import FlaxStableDiffusionPipeline; from helpers import bundled_checkpoint\n"
+        "source = bundled_checkpoint('shapes-sd').source\n"
+        "FlaxStableDiffusionPipeline.from_pretrained(source, safety_checker=None, feature_extractor=None)"
+    )
+    result = run_cell(sys.executable, code)
+    assert result.stdout == "8 devices\n", result.stderr
+    of_the_cell, of_the_pipeline = result.stderr.split("---\n")
+    assert of_the_cell == ""
+    assert of_the_pipeline.count("You have disabled the safety checker") == 1
+    assert "deprecated" not in of_the_pipeline
 
 
-def test_on_a_machine_without_the_course_it_says_what_to_do(bare_python):
-    error = run_cell(bare_python, publish.setup_cell("")).stderr.splitlines()[-2:]
-    assert error[0] == "ImportError: No module named 'helpers'"
-    assert "make lab" in error[1] and "stranger" in error[1]
+def test_on_a_machine_without_the_course_it_says_what_to_do_in_one_sentence(bare_python):
+    error = bare_python(CELL).stderr.splitlines()[-1]
+    assert error.startswith("ImportError: No module named 'helpers': run `make lab` or")
+    assert "install helpers" not in error
 
 
 @pytest.mark.parametrize("runtime", ["COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"])
-def test_unstamped_on_a_foreign_runtime_it_says_what_to_set(bare_python, runtime):
-    error = run_cell(bare_python, publish.setup_cell(""), **{runtime: "1"}).stderr.splitlines()[-1]
-    assert error.startswith("RuntimeError: This copy of the course does not know where it lives: set REPOSITORY")
+def test_a_copy_that_does_not_know_its_address_says_what_to_set(bare_python, runtime):
+    error = bare_python(UNPUBLISHED, **{runtime: "1"}).stderr.splitlines()[-1]
+    assert error.startswith("RuntimeError: This copy does not know where the course lives: set TUTORIAL_SOURCE")
 
 
-def test_on_colab_it_keeps_jax_and_numpy_and_installs_from_the_repository(bare_python):
-    result = run_cell(bare_python, publish.setup_cell("someone/course"), COLAB_RELEASE_TAG="1")
-    asked = "asked for stable-diffusion-jax-course @ git+https://github.com/someone/course with "
-    assert result.stdout.startswith(asked)
-    assert sorted(json.loads(result.stdout.removeprefix(asked).replace("'", '"'))) == ["jax==0.7.2", "numpy==2.1.3"]
-    reason = result.stderr.splitlines()[-1]
-    assert "is the internet switched on" in reason
-    assert "what it keeps of this runtime (jax 0.7.2, numpy 2.1.3)?" in reason
+def test_on_colab_it_keeps_jax_and_numpy_and_shows_what_pip_says_only_if_it_fails(bare_python):
+    result = bare_python(PUBLISHED, COLAB_RELEASE_TAG="1")
+    assert result.stdout == "Installing the course ...\n"
+    *_, pip, _, reason = result.stderr.splitlines()
+    address = "git+https://github.com/someone/course"
+    assert pip.endswith(f"asked for install --upgrade flax {address} jax==0.7.2 numpy==2.1.3")
+    assert reason == f"pip cannot install {address} with jax==0.7.2, numpy==2.1.3. Is the internet switched on?"
 
 
-def test_a_wheel_is_named_by_its_path(bare_python, tmp_path):
-    wheel = tmp_path / "course.whl"
-    wheel.touch()
-    result = run_cell(bare_python, publish.setup_cell(""), COLAB_RELEASE_TAG="1", TUTORIAL_SOURCE=str(wheel))
-    assert result.stdout.startswith(f"asked for stable-diffusion-jax-course @ {wheel.as_uri()} with ")
+def test_another_source_can_be_named(bare_python):
+    said = bare_python(UNPUBLISHED, KAGGLE_KERNEL_RUN_TYPE="1", TUTORIAL_SOURCE="/kaggle/input/course.whl").stderr
+    assert "asked for install --upgrade flax /kaggle/input/course.whl jax==0.7.2" in said
 
 
-def test_it_asks_for_a_restart_where_another_version_was_imported(bare_python):
+def test_it_asks_for_a_restart_if_other_versions_are_loaded(bare_python):
     pretend = (
         "import subprocess, sys, types\n"
         "sys.modules['transformers'] = types.ModuleType('transformers')\n"
-        "subprocess.run = lambda *_: types.SimpleNamespace(returncode=0)\n"
+        "subprocess.run = lambda *_, **__: types.SimpleNamespace(returncode=0)\n"
     )
-    result = run_cell(bare_python, pretend + publish.setup_cell("someone/course"), KAGGLE_KERNEL_RUN_TYPE="1")
-    assert "Now restart the kernel: another transformers had been imported already." in result.stderr
+    error = bare_python(pretend + PUBLISHED, KAGGLE_KERNEL_RUN_TYPE="1").stderr
+    assert "Restart the kernel: it has loaded a different transformers." in error
 
 
-@pytest.mark.parametrize("path", publish.places(), ids=lambda path: path.name)
-def test_every_place_carries_the_same_stamp(path):
-    stamp = publish.places()[path]
-    assert stamp(path.read_text(), publish.stamped_repository()) == path.read_text(), "run `make publish`"
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_every_chapter_has_it_folded_with_a_title(path):
+    text = path.read_text()
+    assert publish.with_setup_cell(text, CELL) == text, "run `make publish`"
+    (first,) = [cell for cell in json.loads(text)["cells"] if "setup" in cell["metadata"].get("tags", [])]
+    assert first["source"][0] == "# @title Setup: run this first\n"
+    assert len(first["source"]) <= 25
+    for cell in json.loads(text)["cells"]:
+        if {"setup", "solution"} & set(cell["metadata"].get("tags", [])):
+            assert cell["metadata"]["cellView"] == "form", "Colab"
+            assert cell["metadata"]["jupyter"] == {"source_hidden": True}, "JupyterLab and Kaggle"
+            assert {"hide-input", "hide-cell"} & set(cell["metadata"]["tags"]), "the site"
 
 
-def test_stamping_leaves_no_place_out_and_can_be_undone(tmp_path):
-    before = {path.relative_to(publish.ROOT): path.read_text() for path in publish.places()}
-    unstamped = {
-        path.relative_to(publish.ROOT): stamp(path.read_text(), "") for path, stamp in publish.places().items()
+# make publish
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository with the files that name the course's own, and the tools."""
+    name = publish.stamped_repository().encode()
+    tracked = subprocess.run(["git", "ls-files"], cwd=publish.ROOT, check=True, capture_output=True, text=True).stdout
+    files = [Path(line) for line in tracked.splitlines()]
+    for file in files:
+        if file.parts[0] == "tools" or name in (publish.ROOT / file).read_bytes():
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(publish.ROOT / file, tmp_path / file)
+    for command in (["init", "--quiet"], ["add", "."]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    files = [file for file in folder.rglob("*") if file.is_file() and ".git" not in file.parts]
+    return {file.relative_to(folder): file.read_bytes() for file in files if file.suffix != ".pyc"}
+
+
+def run_publish(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tools.publish", *arguments]
+    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+
+
+def test_a_name_is_written_everywhere_and_can_be_taken_out(clone):
+    before = contents(clone)
+    assert run_publish(clone, "somebody/course").returncode == 0
+    first = contents(clone)
+    places = {str(path) for path, text in first.items() if b"somebody/course" in text}
+    assert {"README.md", "pyproject.toml", "environment.yml", "CITATION.cff", "tools/setup_cell.py"} < places
+    assert {f"notebooks/{path.name}" for path in CHAPTERS} < places
+    assert not any(publish.stamped_repository().encode() in text for text in first.values())
+    run_publish(clone, "somebody/course-2")  # in which the name before is contained
+    assert contents(clone) == {
+        path: text.replace(b"somebody/course", b"somebody/course-2") for path, text in first.items()
     }
-    for folder in ("tools", "notebooks", "docs"):
-        shutil.copytree(publish.ROOT / folder, tmp_path / folder)
-    for path, text in before.items():
-        (tmp_path / path).write_text(text)
-
-    def run(*arguments: str) -> dict[Path, str]:
-        subprocess.run([sys.executable, "tools/publish.py", *arguments], cwd=tmp_path, check=True, capture_output=True)
-        return {path: (tmp_path / path).read_text() for path in before}
-
-    first = run("somebody/course")
-    named = {path for path, text in first.items() if "somebody/course" in text}
-    assert set(before) - named <= {path for path in before if path.parts[0] == "docs"}, "a page may have no address"
-    assert {Path("README.md"), Path("environment.yml"), Path("pyproject.toml")} < named
-    assert not any("github.com/owner/name" in text for text in first.values())
-    assert tomllib.loads(first[Path("pyproject.toml")])["project"]["urls"] == {
-        "Repository": "https://github.com/somebody/course"
-    }
-    colab = "colab.research.google.com/github/somebody/course/blob/main/notebooks/"
-    assert first[Path("README.md")].count(colab) == len(publish.CHAPTERS)
-
-    second = run("another/name")
-    assert not any("somebody/course" in text for text in second.values())
-    assert run() == second
-    assert run("--none") == unstamped
+    run_publish(clone, publish.stamped_repository())
+    assert contents(clone) == before
 
 
-def test_a_name_that_is_no_repository_changes_nothing(tmp_path):
-    command = [sys.executable, str(publish.ROOT / "tools" / "publish.py"), "https://github.com/somebody/course"]
-    before = [path.read_text() for path in publish.places()]
-    result = subprocess.run(command, capture_output=True, text=True)
+def test_a_name_that_is_no_repository_changes_nothing(clone):
+    before = contents(clone)
+    result = run_publish(clone, "https://github.com/somebody/course")
     assert result.returncode == 2
     assert 'give it as "owner/name"' in result.stderr
-    assert [path.read_text() for path in publish.places()] == before
+    assert contents(clone) == before
+
+
+def test_the_readme_links_to_every_chapter():
+    readme = (publish.ROOT / "README.md").read_text()
+    for path in CHAPTERS:
+        for place, address in publish.launch_links(publish.stamped_repository(), path.name):
+            assert f"[{place}]({address})" in readme

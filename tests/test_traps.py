@@ -1,6 +1,5 @@
 """Each trap that a chapter warns of and that this machine can show. If one is gone, the chapter must be rewritten."""
 
-import diffusers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +20,6 @@ def inputs(pipeline, params):
 def load(checkpoint, **arguments):
     arguments = {"safety_checker": None, "feature_extractor": None} | arguments
     return FlaxStableDiffusionPipeline.from_pretrained(checkpoint.source, **arguments)
-
-
-def test_the_bracketed_assertion_of_the_guides_never_fails():
-    with pytest.warns(SyntaxWarning, match="always true"):
-        exec(compile('assert ("TPU" in "cpu", "Available device is not a TPU")', "guide", "exec"))
 
 
 def test_the_compute_dtype_does_not_change_the_stored_one(checkpoint):
@@ -118,10 +112,33 @@ def test_euler_needs_leading_timesteps():
     assert misses == {"linspace": 48, "leading": 0}
 
 
-def test_image_grids_live_in_the_utilities():
-    assert not hasattr(diffusers, "make_image_grid")
+# Lines of the original guides, of which a page says what they do today
 
 
-def test_the_colab_helper_of_jax_is_gone():
-    with pytest.raises(ImportError):
-        import jax.tools.colab_tpu  # noqa: F401
+def test_the_guides_assertion_never_fails():
+    device_type = "cpu"
+    with pytest.warns(SyntaxWarning, match="always true"):
+        line = compile('assert ("TPU" in device_type, "Available device is not a TPU")', "guide", "exec")
+    exec(line, {"device_type": device_type})
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("import jax.tools.colab_tpu", ImportError),
+        ("from diffusers import make_image_grid", ImportError),
+        ("from jax.experimental.compilation_cache import compilation_cache as cc; cc.initialize_cache", AttributeError),
+    ],
+)
+def test_a_line_of_the_guides_fails(line, error):
+    with pytest.raises(error):
+        exec(line, {})
+
+
+def test_lines_of_the_guides_that_still_work():
+    from diffusers.utils import make_image_grid
+    from huggingface_hub import notebook_login
+
+    assert callable(make_image_grid) and callable(notebook_login)
+    assert jax.random.PRNGKey(0).shape == (2,)
+    assert jax.tree_util.tree_map(lambda leaf: leaf + 1, {"a": 1}) == {"a": 2}

@@ -12,19 +12,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import build_site, workshop
+from tools import workshop
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = workshop.CHAPTERS
-
-
-@pytest.fixture(scope="module")
-def sets():
-    """The folders of both sets, unpacked."""
-    subprocess.run([sys.executable, ROOT / "tools" / "workshop.py"], check=True, capture_output=True)
-    for name in ("student", "instructor"):
-        zipfile.ZipFile(workshop.BUILD / f"{name}.zip").extractall(workshop.BUILD)
-    return {name: workshop.BUILD / name for name in ("student", "instructor")}
 
 
 def read(folder: Path, chapter: Path):
@@ -117,7 +108,7 @@ def test_the_student_set_runs_without_what_solutions_define(sets, chapter):
 
 @each_chapter
 def test_the_instructor_set_is_what_was_executed_plus_notes(sets, chapter):
-    """The tests of the chapters executed these very cells, solutions included, so they need not be executed again."""
+    """test_execution.py executed these very cells, solutions included, so they need not be executed again."""
     made = read(sets["instructor"], chapter).cells
     without_notes = [cell for cell in made if "speaker-note" not in workshop.tags(cell)]
     assert [cell.source for cell in without_notes] == [cell.source for cell in nbformat.read(chapter, 4).cells]
@@ -130,25 +121,15 @@ def test_the_instructor_set_is_what_was_executed_plus_notes(sets, chapter):
     assert len(notes) == len(workshop.read_notes(chapter))
 
 
-@each_chapter
-def test_what_was_executed_is_the_present_chapter(site, chapter):
-    executed = nbformat.read(build_site.EXECUTED / chapter.name, as_version=4).cells
-    assert [cell.source for cell in executed] == [cell.source for cell in nbformat.read(chapter, 4).cells]
-    assert all(cell.execution_count for cell in executed if cell.cell_type == "code")
-
-
-def test_an_instructors_notebook_runs_without_a_network(sets, without_network, tmp_path):
+def test_an_instructors_notebook_runs_without_a_network(executed_again):
     """In full, from the unpacked set."""
-    notebook = sets["instructor"] / "notebooks" / "03_replicate_shard.ipynb"
-    without_network([sys.executable, "tools/run_chapters.py", notebook, "--to", tmp_path])
-    cells = nbformat.read(tmp_path / notebook.name, as_version=4).cells
-    assert all(cell.execution_count for cell in cells if cell.cell_type == "code")
-    assert [cell for cell in cells if "solution" in workshop.tags(cell) and cell.outputs]
+    assert all(cell.execution_count for cell in executed_again if cell.cell_type == "code")
+    assert [cell for cell in executed_again if "solution" in workshop.tags(cell) and cell.outputs]
 
 
 def test_a_students_notebook_runs_as_it_is(sets, tmp_path):
     notebook = sets["student"] / "notebooks" / "01_tpu_detection.ipynb"
-    subprocess.run([sys.executable, ROOT / "tools" / "run_chapters.py", notebook, "--to", tmp_path], check=True)
+    subprocess.run([sys.executable, "-m", "tools.run_chapters", notebook, "--to", tmp_path], cwd=ROOT, check=True)
 
 
 def test_a_note_for_a_heading_that_is_not_there_is_refused():
@@ -160,7 +141,7 @@ def test_a_note_for_a_heading_that_is_not_there_is_refused():
 
 
 def test_the_first_chapters_and_those_of_the_plans_have_notes():
-    plan = (ROOT / "workshop" / "plan.md").read_text()
+    plan = (workshop.WORKSHOP / "plan.md").read_text()
     taught = {int(number) for number in re.findall(r"Chapter (\d+)", plan)}
     assert len(taught) >= 5
     for chapter in CHAPTERS:
@@ -171,7 +152,7 @@ def test_the_first_chapters_and_those_of_the_plans_have_notes():
 def test_the_plans_add_up():
     """Each step begins where the one before ends, and a plan takes as long as its heading says."""
     for heading, table in re.findall(
-        r"^### ([^\n]+)\n(.*?)(?=^###|\Z)", (ROOT / "workshop/plan.md").read_text(), re.M | re.S
+        r"^### ([^\n]+)\n(.*?)(?=^###|\Z)", (workshop.WORKSHOP / "plan.md").read_text(), re.M | re.S
     ):
         steps = [[int(h) * 60 + int(m) for h, m in re.findall(r"(\d+):(\d\d)", row)] for row in table.splitlines()]
         steps = [step for step in steps if step]

@@ -2,8 +2,8 @@
 
 The pages are laid out in ``build/site/source`` as they lie in the repository, so that the links between them are the
 same here and there: the pages of ``docs/``, the model cards, and the chapters as ``make run`` or the tests have
-executed them already. Only chapters that nobody has executed, or that changed since, are executed now. No network is
-needed.
+executed them already. Only chapters that nobody has executed, or that changed since, are executed now. A network is
+needed the first time, for the page that draws.
 """
 
 import argparse
@@ -18,28 +18,29 @@ from pathlib import Path
 
 import nbformat
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from helpers import tpu
+from course.tpu import reports
+from tools import draw
 from tools.lock import PYTHONS, locked_versions, named_packages
+from tools.run_chapters import CHAPTERS, EXECUTED
 
 ROOT = Path(__file__).resolve().parents[1]
-CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-EXECUTED = ROOT / "build" / "chapters"  # where make run and the tests leave them
 SITE = ROOT / "build" / "site"
 GIB = 2**30
 FOLDED = {"setup", "solution"}
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
+MOVABLE = "04_jit_pipeline"  # the chapter whose page shows recorded images with sliders
 
 
 def find_stale(chapters: list[Path], executed: Path) -> list[Path]:
     """The chapters of which the folder has no executed copy that is newer than all that it follows from."""
     recorded = (ROOT / "benchmarks").rglob("*.json")  # which chapters 8 and 9 show
-    shared = [ROOT / "requirements.lock", *(ROOT / "helpers").rglob("*.py"), *recorded]
+    rooms = ("helpers", "stable_diffusion", "course", "training")
+    code = [file for room in rooms for file in (ROOT / room).rglob("*.py")]
+    shared = [ROOT / "requirements.lock", *code, *recorded]
     return [chapter for chapter in chapters if not _is_fresh(executed / chapter.name, [chapter, *shared])]
 
 
 def _is_fresh(copy: Path, sources: list[Path]) -> bool:
-    if not copy.exists() or copy.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+    if not draw.is_newer([copy], sources):
         return False
     cells = nbformat.read(copy, as_version=4).cells
     return all(cell.execution_count for cell in cells if cell.cell_type == "code")  # none where it stopped halfway
@@ -52,9 +53,7 @@ def lay_out(source: Path, executed: Path) -> None:
     shutil.move(source / "docs" / "conf.py", source / "conf.py")
     for folder in ("_static", "_templates", "inventories"):
         shutil.move(source / "docs" / folder, source / folder)
-    for included in ("CITATION.cff", "workshop/plan.md"):
-        (source / included).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / included, source / included)
+    shutil.copy(ROOT / "CITATION.cff", source / "CITATION.cff")
     # Before the chapters: a link would bring along a single page, and its folder would be in the way.
     for card in (ROOT / "checkpoints").glob("*/README.md"):
         shutil.copytree(card.parent, source / card.parent.relative_to(ROOT), ignore=_all_but_page_and_pictures)
@@ -81,7 +80,7 @@ def copy_chapter(executed: Path, target: Path) -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day; the page on versions adds them up
         if cell.cell_type == "code":
-            cell.outputs = [without_places(shorten(output)) for output in cell.outputs]
+            cell.outputs = [without_places(output) for output in cell.outputs]
             if what := FOLDED & set(cell.metadata.get("tags", [])):
                 prompts = {
                     f"code_prompt_{does}": f"{does.capitalize()} the {what.copy().pop()}" for does in ("show", "hide")
@@ -89,23 +88,11 @@ def copy_chapter(executed: Path, target: Path) -> None:
                 cell.metadata["mystnb"] = cell.metadata.get("mystnb", {}) | prompts
         if cell.cell_type == "markdown":
             cell.source = relink(cell.source, Path("notebooks") / target.name, target.parents[1])
+            if target.stem == MOVABLE and cell.source.startswith("## What you learned"):
+                text = raw_html(draw.recorded_html("../"), "../")
+                cell.source = f"## Steps and guidance with sliders\n\n{text}\n\n{cell.source}"
     notebook.metadata.pop("peak_memory", None)
     nbformat.write(notebook, target)
-
-
-def shorten(output):
-    """An error without its way through the libraries, at whose end nobody would find what it says."""
-    if output.output_type != "error":
-        return output
-    lines = [ANSI.sub("", line) for line in output.traceback]
-    own = [line for line, plain in zip(output.traceback, lines, strict=True) if plain.startswith("Cell In[")]
-    left_out = sum(plain.startswith("File ") for plain in lines)
-    output.traceback = [
-        *own[-1:],
-        *([f"    [... {left_out} more, in the libraries]\n"] * bool(left_out)),
-        output.traceback[-1],
-    ]
-    return output
 
 
 def without_places(output):
@@ -150,9 +137,15 @@ def fill_in(text: str, executed: Path) -> str:
         "chapters": chapters_table,
         "versions": versions_table,
         "times": lambda: times_table(executed),
+        "draw": lambda: raw_html((draw.PAGE / "form.html").read_text().replace("RECORDED", draw.recorded_html("")), ""),
         "tpu-report": tpu_report,
     }
     return re.sub(r"<!-- generated: ([a-z-]+) -->", lambda mark: generated[mark.group(1)](), text)
+
+
+def raw_html(text: str, root: str) -> str:
+    """HTML for a page in Markdown, from which ``root`` leads to the site's first folder."""
+    return f"```{{raw}} html\n{text.replace('ROOT/', root)}\n```"
 
 
 def chapters_table() -> str:
@@ -193,15 +186,13 @@ def cell_seconds(cell) -> float:
 
 
 def tpu_report() -> str:
-    """What the TPU compiler said, as a table, with the published times beside its bounds, if anybody has asked it."""
-    reports = tpu.recorded_reports()
-    if not reports:
-        return "No answers have been recorded yet: `benchmarks/tpu` holds none."
-    table = tpu.table_of(reports)
-    rows = ["| published | a picture took | at least | ratio |", "| --- | ---: | ---: | ---: |"]
-    for system, least, measured in tpu.published_times(reports):
-        rows.append(f"| SDXL on each chip of a {system} | {measured:.2f} s | {least:.2f} s | {measured / least:.1f} |")
-    return "\n".join([table, "", *rows])
+    """What the TPU compiler said, as a table, with the published times beside its bounds and estimates."""
+    recorded = reports.recorded_reports()
+    rows = ["| published | an image took | bound | estimate |", "| --- | ---: | ---: | ---: |"]
+    for published, times in reports.published_times(recorded):
+        figures = f"{published.seconds:.2f} s | {times.bound:.2f} s | {times.estimate:.2f} s"
+        rows.append(f"| [{published.system}]({published.source}) | {figures} |")
+    return "\n".join([reports.table_of(recorded), "", *rows])
 
 
 def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
@@ -217,6 +208,8 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
     downloads.mkdir(parents=True, exist_ok=True)
     for chapter in CHAPTERS:
         shutil.copy(chapter, downloads)
+    for sentence in draw.make(to / "downloads" / "draw"):
+        print(sentence)
     shutil.rmtree(to / "html", ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "--fresh-env", "--quiet", "-b", "html"]
     command += ["-d", str(to / "doctrees"), str(to / "source"), str(to / "html")]
@@ -231,7 +224,7 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if stale := find_stale(CHAPTERS, EXECUTED):
         print(f"{len(stale)} of {len(CHAPTERS)} chapters have to be executed first.", flush=True)
-        if subprocess.run([sys.executable, ROOT / "tools" / "run_chapters.py", *stale]).returncode:
+        if subprocess.run([sys.executable, "-m", "tools.run_chapters", *stale], cwd=ROOT).returncode:
             print("A chapter failed, so there is no site.", file=sys.stderr)
             return 1
     try:

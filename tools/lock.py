@@ -1,8 +1,10 @@
-"""Write what follows from pyproject.toml: requirements.lock, locks/colab.lock and environment.yml.
+"""Write what follows from pyproject.toml: requirements.lock, the locks in locks/, and environment.yml.
 
 The lock holds every package for every supported Python and system, with hashes. Colab's lock is what the runtime of
-that name brings before the course is installed there. The environment is for conda and Binder: Python 3.12, and the
-lock's versions of the packages that pyproject.toml names.
+that name brings before the course is installed there. The newest lock is for the chapters that need no diffusers: the
+newest version of everything else, whatever pyproject.toml allows for Flax pipelines. The one called draw is for the
+page that draws in a browser. The environment is for conda and Binder: Python 3.12, and the lock's versions of the
+packages that pyproject.toml names.
 """
 
 import argparse
@@ -15,13 +17,14 @@ from pathlib import Path
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.publish import stamp_environment, stamped_repository
+from tools.publish import GITHUB, stamped_repository
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCK = ROOT / "requirements.lock"
 ENVIRONMENT = ROOT / "environment.yml"
 COLAB_LOCK = ROOT / "locks" / "colab.lock"
+NEWEST_LOCK = ROOT / "locks" / "newest.lock"
+DRAW_LOCK = ROOT / "locks" / "draw.lock"
 # Colab's TPU runtime in August 2026 (github.com/googlecolab/backend-info), with Flax models in neither of the two last.
 COLAB_PYTHON = "3.13"
 COLAB_IMAGE = {
@@ -32,7 +35,13 @@ COLAB_IMAGE = {
     "transformers": "5.15.0",
     "huggingface-hub": "1.27.0",
 }
-EXECUTION = ("ipykernel", "nbclient", "tqdm")  # what tools/run_chapters.py needs beside it
+EXECUTION = ("ipykernel",)  # what tools/run_chapters.py needs beside it
+INSTALLATION = ("editables", "hatchling")  # what the course itself is installed with
+NEWEST_PYTHON = "3.13"
+# What tools/export_model.py imports, and what stable_diffusion/ does.
+DRAW = ("flax", "jax", "jax2onnx", "onnx", "safetensors", "tokenizers")
+# Newer than Flax pipelines allow; and the TPU compiler.
+NEWEST = ("huggingface-hub>=1", "jax[tpu]", "transformers>=5")
 EXTRAS = ("tpu", "lab", "docs", "test")
 PYTHON = "3.12"
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -82,6 +91,7 @@ def environment_yml() -> str:
     pins = [f"jax[tpu]=={versions['jax']}; {has_libtpu}"]
     pins += [f"{name}=={versions[name]}" for name in names]
     lines = [
+        f"# It belongs in a clone of {GITHUB}{stamped_repository()}, which its last line installs.",
         f"name: {project['name']}",
         "channels:",
         "  - conda-forge",
@@ -92,7 +102,7 @@ def environment_yml() -> str:
         *(f'      - "{pin}"' for pin in pins),
         "      - -e .",
     ]
-    return stamp_environment(HEADER + "\n" + "\n".join(lines) + "\n", stamped_repository())
+    return HEADER + "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -103,8 +113,15 @@ def main() -> None:
     compile_lock(LOCK, "pyproject.toml", "--universal", "--python-version", "3.11", *extras, *upgrade)
     image = "\n".join([*(f"{name}=={version}" for name, version in COLAB_IMAGE.items()), *EXECUTION])
     compile_lock(COLAB_LOCK, "-", "--python-version", COLAB_PYTHON, *upgrade, requirements=image)
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {Requirement(line).name for line in dependencies} - {"diffusers"}
+    newest = "\n".join([*sorted(names), *NEWEST, *EXECUTION, *INSTALLATION])
+    compile_lock(NEWEST_LOCK, "-", "--python-version", NEWEST_PYTHON, *upgrade, requirements=newest)
+    draw = ["--universal", "--python-version", PYTHONS[0], *upgrade]
+    compile_lock(DRAW_LOCK, "-", *draw, requirements="\n".join(DRAW))
     ENVIRONMENT.write_text(environment_yml())
-    print(f"Wrote {LOCK.name}, {COLAB_LOCK.relative_to(ROOT)} and {ENVIRONMENT.name}.")
+    written = (LOCK, COLAB_LOCK, NEWEST_LOCK, DRAW_LOCK, ENVIRONMENT)
+    print("Wrote " + ", ".join(str(file.relative_to(ROOT)) for file in written))
 
 
 if __name__ == "__main__":

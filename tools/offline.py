@@ -1,4 +1,4 @@
-"""Run a command without a network: ``python tools/offline.py make docs``.
+"""Run a command without a network: ``python -m tools.offline make docs``.
 
 The operating system gives the command a network of its own (a namespace of Linux) in which there is only the interface
 over which programs on the same machine talk to each other, as notebooks and their kernels do. Everything that the
@@ -52,8 +52,8 @@ def main() -> int:
     if reason := why_not():
         print(reason, file=sys.stderr)
         return REFUSED
-    inside = [sys.executable, __file__, "--inside", *arguments.command]
-    return subprocess.run([*unshare_command(), *inside]).returncode
+    command = [*unshare_command(), sys.executable, __file__, "--inside", *arguments.command]
+    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":

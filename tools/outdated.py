@@ -7,12 +7,10 @@ import json
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.lock import ROOT, locked_versions
 
 # Why a package stays behind its newest release, until the course leaves Flax's pipelines.
@@ -54,7 +52,7 @@ def report(newer: list[dict[str, str]]) -> int:
         elif allowed and not allowed.contains(package["latest_version"]):
             what = f"pyproject.toml allows {allowed}: run the tests with it, then raise the bound"
         else:
-            what = "nothing: run .venv/bin/python tools/lock.py --upgrade"
+            what = "nothing: run .venv/bin/python -m tools.lock --upgrade"
         print(f"{package['name']:<28}{package['version']:<14}{package['latest_version']:<14}{what}")
     if not newer:
         print("Every package is at its newest release.")

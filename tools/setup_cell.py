@@ -1,47 +1,25 @@
-# The setup cell is the same in every chapter. Where the course is installed, it only starts JAX's devices; on Colab and
-# Kaggle it installs the course first, and leaves the runtime's own JAX and NumPy as they are.
+# @title Setup: run this first
+# It starts JAX's devices. On Colab and Kaggle it first installs the course, and keeps the runtime's own jax and numpy.
 import os
-import pathlib
 import subprocess
 import sys
-import tempfile
-from importlib import invalidate_caches, metadata
+from importlib import metadata, util
 
-REPOSITORY = ""  # where this course lives on GitHub, as "owner/name"
 try:
-    from helpers import simulate_devices
+    from helpers import quiet_deprecations, simulate_devices
 except ImportError as error:
-    source = os.environ.get("TUTORIAL_SOURCE") or (REPOSITORY and f"git+https://github.com/{REPOSITORY}")
     if not {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"} & set(os.environ):
-        raise ImportError(
-            f"{error}\nIn a clone of the course, run `make lab`, or `pip install .` and restart the kernel. "
-            "(`pip install helpers` would install a stranger's package.)"
-        ) from None
-    if not source:
-        raise RuntimeError(
-            'This copy of the course does not know where it lives: set REPOSITORY above to "owner/name" on GitHub, or '
-            "the environment variable TUTORIAL_SOURCE to anything that pip can install it from."
-        ) from None
-    source = pathlib.Path(source).resolve().as_uri() if os.path.exists(source) else source
-    present = {d.name: d.version for d in reversed([*metadata.distributions()])}  # the first on the path counts
-    kept = {"jax", "jaxlib", "libtpu", "numpy"} & set(present)
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-        print(*(f"{name}=={present[name]}" for name in kept), sep="\n", file=constraints, flush=True)
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--constraint", constraints.name]
-        if subprocess.run([*pip, f"stable-diffusion-jax-course @ {source}"]).returncode:
-            raise RuntimeError(
-                f"pip says above why it cannot install {source}: is the internet switched on, and does the course "
-                f"support what it keeps of this runtime ({', '.join(sorted(f'{k} {present[k]}' for k in kept))})?"
-            ) from None
-    invalidate_caches()
-    if loaded := {"helpers", "diffusers", "flax", "huggingface_hub", "tokenizers", "transformers"} & set(sys.modules):
-        names = ", ".join(sorted(loaded))
-        raise RuntimeError(f"Installed. Now restart the kernel: another {names} had been imported already.") from None
-    from helpers import simulate_devices
-import diffusers
-import transformers
-
-simulate_devices()  # without an accelerator, the CPU acts as several devices
-# Every Flax class announces its removal. This course pins the last versions that have them, and needs no reminder.
-diffusers.logging.set_verbosity_error()
-transformers.logging.set_verbosity_error()
+        raise ImportError(f"{error}: run `make lab` or `pip install .` in a clone of the course, and restart") from None
+    if "OWNER/" in (source := os.environ.get("TUTORIAL_SOURCE", "git+https://github.com/OWNER/COURSE")):
+        raise RuntimeError("This copy does not know where the course lives: set TUTORIAL_SOURCE to it.") from None
+    print("Installing the course ...")
+    kept = [f"{n}=={metadata.version(n)}" for n in ("jax", "jaxlib", "libtpu", "numpy") if util.find_spec(n)]
+    pip = [sys.executable, "-m", "pip", "install", "--upgrade", "flax", source, *kept]  # the flax that fits the jax
+    if (result := subprocess.run(pip, capture_output=True, text=True)).returncode:
+        why = f"pip cannot install {source} with {', '.join(kept)}. Is the internet switched on?"
+        raise RuntimeError(f"{result.stderr}\n{why}") from None
+    if loaded := {"diffusers", "flax", "helpers", "huggingface_hub", "transformers"} & set(sys.modules):
+        raise RuntimeError(f"Restart the kernel: it has loaded a different {', '.join(sorted(loaded))}.") from None
+    from helpers import quiet_deprecations, simulate_devices
+simulate_devices()
+quiet_deprecations()

@@ -1,8 +1,8 @@
 """Write the sets for a workshop, ``build/workshop/student.zip`` and ``instructor.zip``: ``make workshop``.
 
 Both follow from the chapters. The student set has their solutions taken out; the instructor set has them open, and the
-speaker notes of ``workshop/notes`` beneath the headings that they belong to. Each set brings the lock and the course's
-own wheel, so a class installs it from a copy and needs no repository.
+speaker notes of ``docs/workshop/notes`` beneath the headings that they belong to. Each set brings the lock and the
+course's own wheel, so a class installs it from a copy and needs no repository.
 """
 
 import argparse
@@ -17,9 +17,10 @@ from pathlib import Path
 
 import nbformat
 
+from tools.run_chapters import CHAPTERS
+
 ROOT = Path(__file__).resolve().parents[1]
-CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-WORKSHOP = ROOT / "workshop"
+WORKSHOP = ROOT / "docs" / "workshop"
 BUILD = ROOT / "build" / "workshop"
 NOTE = "**Speaker note.** "
 
@@ -49,7 +50,8 @@ def instructor_chapter(notebook, notes: dict[str, str]):
     for cell in notebook.cells:
         if "solution" in tags(cell):
             cell.metadata["tags"] = [tag for tag in cell.metadata["tags"] if tag != "hide-cell"]
-            cell.metadata.pop("jupyter", None)
+            cell.metadata.pop("jupyter", None)  # which folds it in JupyterLab
+            cell.metadata.pop("cellView", None)  # and in Colab
         cells.append(cell)
         here = ["", *headings(cell)] if cell is notebook.cells[0] else headings(cell)
         for heading in here:
@@ -136,7 +138,7 @@ def main() -> None:
             print(f"{os.path.relpath(target)}: {target.stat().st_size / 1e6:.0f} MB")
     for chapter in CHAPTERS:
         if not read_notes(chapter):
-            print(f"There are no speaker notes for {chapter.stem}: write workshop/notes/{chapter.stem}.md.")
+            print(f"There are no speaker notes for {chapter.stem}: write docs/workshop/notes/{chapter.stem}.md.")
 
 
 if __name__ == "__main__":

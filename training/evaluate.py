@@ -24,7 +24,7 @@ from helpers import image_grid
 from training import diffusion, fidelity, scenes, sd, sdxl, spoiled
 
 BATCH = 25
-SEED = 2026  # of the captions; the pictures have their own keys
+SEED = scenes.CAPTION_SEED
 
 
 def load_generator(
@@ -68,17 +68,6 @@ def training_captions(count: int) -> list[dict[str, str | None]]:
         if len(asked) == count:
             return asked
     raise AssertionError("ten times as many scenes are enough")
-
-
-def held_out_captions(count: int) -> list[dict[str, str | None]]:
-    """Full captions of combinations that training never saw, each combination in turn."""
-    rng = np.random.default_rng(SEED)
-    choices = sorted(scenes.held_out())
-    return [
-        dict(zip(("color", "shape", "background"), choices[k % len(choices)], strict=True))
-        | {"size": str(rng.choice(list(scenes.SIZES)))}
-        for k in range(count)
-    ]
 
 
 def score(generate: Callable, asked: list[dict[str, str | None]]) -> dict:
@@ -235,7 +224,7 @@ def main() -> None:
         "checkpoint": arguments.folder.name,
         "dtype": arguments.dtype,
         "training captions": score(generate, training_captions(arguments.pictures)),
-        "held-out combinations": score(generate, held_out_captions(arguments.pictures)),
+        "held-out combinations": score(generate, scenes.held_out_captions(arguments.pictures)),
     }
     if arguments.judge:
         report["judge"] = judge_scores(arguments.judge, recipe.pixels)
@@ -246,7 +235,7 @@ def main() -> None:
     if arguments.negative:
         report["negative prompt"] = negative_prompt(generate, arguments.negative)
     if arguments.draw:
-        named = held_out_captions(16)
+        named = scenes.held_out_captions(16)
         captions = [scenes.caption(**attributes) for attributes in named]
         save(image_grid(generate(captions, np.arange(16)), captions=captions), arguments.draw / "samples.png")
     print(json.dumps(report, indent=2))

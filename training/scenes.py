@@ -33,6 +33,7 @@ ATTRIBUTES = ("size", "color", "shape", "background")
 SUPERSAMPLING = 4  # pixels are drawn this many times finer, then averaged: that is the anti-aliasing
 
 HELD_OUT_FILE = Path(__file__).with_name("held_out.json")
+CAPTION_SEED = 2026  # of captions to be judged; their pictures have their own keys
 
 
 def _arc(radius: float, start: float, stop: float, center=(0.0, 0.0)) -> np.ndarray:
@@ -112,6 +113,16 @@ class Scene:
 def held_out() -> frozenset[tuple[str, str, str]]:
     """The (color, shape, background) combinations that training never sees: a tenth of all."""
     return frozenset(tuple(row) for row in json.loads(HELD_OUT_FILE.read_text()))
+
+
+def held_out_captions(count: int) -> list[dict[str, str]]:
+    """Attributes of full captions of held-out combinations, each combination in turn."""
+    rng, choices = np.random.default_rng(CAPTION_SEED), sorted(held_out())
+    return [
+        dict(zip(("color", "shape", "background"), choices[k % len(choices)], strict=True))
+        | {"size": str(rng.choice(list(SIZES)))}
+        for k in range(count)
+    ]
 
 
 def combinations() -> list[tuple[str, str, str]]:
