@@ -1,5 +1,6 @@
 """What the tests share. JAX gets its simulated devices here, before any test starts it."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import diffusers
+import jax
 import jax.numpy as jnp
 import nbformat
 import pytest
@@ -19,6 +21,7 @@ from diffusers import FlaxDiffusionPipeline
 from playwright.sync_api import sync_playwright
 
 import helpers
+from stable_diffusion.samplers import SAMPLERS, Sampler
 from tools import matrix, offline, workshop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,6 +90,38 @@ def pipeline(loaded):
 @pytest.fixture(scope="session")
 def params(loaded):
     return loaded[1]
+
+
+@pytest.fixture(scope="session")
+def any_sampler():
+    """A context manager in which there is a sampler "any": which of those named it is, is an input of a program."""
+
+    @contextmanager
+    def any_sampler(which, names):
+        kinds = [SAMPLERS[name] for name in names]
+
+        def point(*inputs):
+            return jax.lax.switch(which, [lambda kind=kind: kind.point(*inputs) for kind in kinds])
+
+        def step(*inputs):
+            *inputs, memories = inputs
+
+            def take(n):
+                x, memory = kinds[n].step(*inputs, memories[n])
+                return x, (*memories[:n], memory, *memories[n + 1 :])
+
+            return jax.lax.switch(which, [functools.partial(take, n) for n in range(len(kinds))])
+
+        def memory(x):
+            return tuple(kind.memory(x) for kind in kinds)
+
+        more = [kind.more_calls for kind in kinds]
+        more = jnp.array(more)[which] if any(more) else 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(SAMPLERS, "any", Sampler(point, step, memory, more))
+            yield
+
+    return any_sampler
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ from stable_diffusion import (
     unet,
 )
 from stable_diffusion.configs import read_class
-from stable_diffusion.samplers import SAMPLERS, Sampler
+from stable_diffusion.samplers import SAMPLERS
 from training import pytorch_reference as reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,35 +56,14 @@ def model(checkpoint):
     return stable_diffusion.load(checkpoint.source)
 
 
-def any_sampler(which):
-    """All samplers in one: which of them it is, is an input. So one program draws with all."""
-    kinds = list(SAMPLERS.values())
-
-    def point(*inputs):
-        return jax.lax.switch(which, [lambda kind=kind: kind.point(*inputs) for kind in kinds])
-
-    def step(*inputs):
-        *inputs, memories = inputs
-
-        def take(n):
-            x, memory = kinds[n].step(*inputs, memories[n])
-            return x, (*memories[:n], memory, *memories[n + 1 :])
-
-        return jax.lax.switch(which, [functools.partial(take, n) for n in range(len(kinds))])
-
-    more_calls = jnp.array([kind.more_calls for kind in kinds])[which]
-    return Sampler(point, step, lambda x: tuple(kind.memory(x) for kind in kinds), more_calls)
-
-
-def compile_drawing(model, recorded):
+def compile_drawing(model, recorded, any_sampler):
     """A function that draws the recorded prompts from the recorded latents with a sampler."""
     params, config, tokenize = model
     ids, empty = tokenize(reference.PROMPTS), None if config.is_xl else tokenize([""])
     latents = np.moveaxis(recorded["latents"], 1, -1)
 
     def draw_any(params, which, steps):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(SAMPLERS, "any", any_sampler(which))
+        with any_sampler(which, SAMPLERS):
             inputs = ids, jax.random.key(0), empty, steps, GUIDANCE, latents
             return generate(params, config, *inputs, sampler="any")
 
@@ -93,17 +72,17 @@ def compile_drawing(model, recorded):
 
 
 @pytest.fixture(scope="module")
-def draw(model, recorded):
-    return compile_drawing(model, recorded)
+def draw(model, recorded, any_sampler):
+    return compile_drawing(model, recorded, any_sampler)
 
 
 @pytest.fixture(scope="module")
-def draw_as_flax(model, recorded):
+def draw_as_flax(model, recorded, any_sampler):
     """The same with the GELU and the epsilon that Flax has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "gelu", jax.nn.gelu)
         patch.setattr(unet, "TRANSFORMER_EPSILON", 1e-5)
-        return compile_drawing(model, recorded)
+        return compile_drawing(model, recorded, any_sampler)
 
 
 @pytest.fixture(scope="module")
