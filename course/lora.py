@@ -72,12 +72,12 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
     for key, value in found.items():
         match = ENDINGS.fullmatch(key)
         layer = match[1] if match else key.removesuffix(".alpha")
-        if layer not in layers or not (match or key.endswith(".alpha")):
+        if layer not in layers or not (match or (key.endswith(".alpha") and value.size == 1)):
             strange.append(key)
         elif match:
             (downs if match[2] else ups)[layer] = value
         else:
-            alphas[layer] = float(value)
+            alphas[layer] = float(value.item())
     strange += [f"{layer}, of which only one half is there" for layer in downs.keys() ^ ups.keys()]
     if strange or not downs:
         some = "; ".join(sorted(strange)[:5]) or "no keys of a LoRA"
@@ -88,8 +88,10 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
         weight, up, rank = params[part][name], ups[layer], down.shape[-1]
         if len(weight.shape) == 4:
             down, up = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (down, up))
-        if (shape := (*down.shape[:-1], up.shape[-1])) != weight.shape or up.shape[-2] != rank:
+        if (shape := (*down.shape[:-1], up.shape[-1])) != weight.shape:
             raise ValueError(f"{file} has {layer} for {shape}, and this model has {weight.shape}: get one made for it.")
+        if up.shape[-2:-1] != (rank,):
+            raise ValueError(f"{file} has halves of {layer}, {down.shape} and {up.shape}, of two ranks: get it again.")
         factor = alphas[layer] / rank if layer in alphas else scales(part, layer.removeprefix(f"{part}."), rank)
         lora.setdefault(part, {})[name] = Pair(jnp.float32(down), jnp.float32(np.float32(up) * factor))
     return lora
@@ -112,7 +114,11 @@ def _layers(params: dict, config: Config) -> dict[str, tuple[str, str]]:
 def _scales(file: Path):
     """A function that says what a file's metadata says of alpha: PEFT's options, or nothing, which means 1."""
     with safe_open(file, framework="numpy") as opened:
-        options = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        said = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
+    try:
+        options = json.loads(said)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} has options of PEFT that are damaged: {error}. Get it again.") from None
 
     def scale(part: str, layer: str, rank: int) -> float:
         patterns = options.get(f"{part}.alpha_pattern") or {}

@@ -56,9 +56,9 @@ def load(folder: str | Path, dtype=jnp.float32, sharding=None, variant: str | No
     try:
         config = read_config(folder)
         tokenizers = [read_tokenizer(folder / name) for name in ("tokenizer", "tokenizer_2")[: len(config.text)]]
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+        needed = parameter_shapes(config)
+    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise FileNotFoundError(f"{folder} is not all of a folder in diffusers' format: {error}. Get it.") from None
-    needed = parameter_shapes(config)
     found = {name: read_part(folder / name, variant) for name in needed}
     for part, shapes in needed.items():
         for name in sorted(found[part].keys() | shapes.keys()):
@@ -93,8 +93,8 @@ def find_files(folder: Path, variant: str | None) -> list[Path]:
     for stem in ("diffusion_pytorch_model", "model"):
         if (file := folder / f"{stem}{word}.safetensors").exists():
             return [file]
-        if (index := folder / f"{stem}.safetensors.index{word}.json").exists():  # of several files
-            return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        if (index := folder / f"{stem}.safetensors.index{word}.json").exists():  # half of one names too few files
+            return [folder / name for name in sorted(set(re.findall(r'"([^"]+\.safetensors)"', index.read_text())))]
     if not variant and (files := [*folder.glob("*flax_model.msgpack")]):
         return files
     there = ", ".join(sorted(file.name for file in folder.glob("*model*"))) or "nothing"

@@ -414,6 +414,12 @@ def with_half_an_index(folder):
     index.write_text(json.dumps({"weight_map": only}))
 
 
+def with_a_damaged_index(folder):
+    split_up(folder / UNET, 2)
+    index = (folder / UNET).with_name("diffusion_pytorch_model.safetensors.index.json")
+    index.write_text(index.read_text()[:99])
+
+
 def only_a_pickle(folder):
     (folder / UNET).rename((folder / UNET).with_suffix(".bin"))
 
@@ -443,12 +449,25 @@ BAD_FOLDERS = {
     "a wrong header": (replaced(UNET, lambda data: data[:8] + b"#" + data[9:]), "no safetensors"),
     "a missing shard": (without_a_shard, "00002-of-00003.safetensors is missing"),
     "half an index of shards": (with_half_an_index, "unet has nothing for .*, and its configuration means"),
+    "a damaged index of shards": (with_a_damaged_index, "unet has nothing for .*, and its configuration means"),
     "a parameter too many": (tensors(UNET, lambda of: of | {"more": of[BIAS]}), "for more, and .* means nothing"),
     "a parameter too few": (
         tensors(UNET, lambda of: {name: value for name, value in of.items() if name != BIAS}),
         "has nothing for conv_in.bias",
     ),
     "a different shape": (tensors(UNET, lambda of: of | {BIAS: of[BIAS][:-1]}), r"has \(95,\) for conv_in.bias"),
+    "a different architecture": (
+        tensors(UNET, lambda of: of | {"add_embedding.linear_1.bias": of[BIAS]}),
+        r"has \(96,\) for add_embedding.linear_1.bias, and its configuration means nothing",
+    ),
+    "a configuration of a different architecture": (
+        replaced("unet/config.json", lambda data: (SOURCES["shapes-sdxl"] / "unet" / "config.json").read_bytes()),
+        "not all of a folder.*text_encoder_2",
+    ),
+    "a part that is not there": (
+        replaced("model_index.json", lambda data: data.replace(b'"UNet2DConditionModel"', b"null")),
+        "not all of a folder",
+    ),
     "a different part": (replaced(UNET, lambda data: weights(SAVED[0], "vae").read_bytes()), "unet has"),
     "whole numbers": (tensors(UNET, lambda of: of | {BIAS: of[BIAS].astype(np.int8)}), "numbers as I8: get float32"),
 }
@@ -498,6 +517,16 @@ BAD_LORAS = {
         lambda of: {name: value[:, :-1] if "lora_A" in name else value for name, value in of.items()},
         "get one made for it",
     ),
+    "halves that do not fit each other": (
+        "lora.safetensors",
+        lambda of: {name: value[:2] if "lora_A" in name else value for name, value in of.items()},
+        "of two ranks: get it again",
+    ),
+    "an alpha that is not one number": (
+        "lora.safetensors",
+        lambda of: of | {f"{next(iter(of)).split('.lora')[0]}.alpha": np.ones(2, np.float32)},
+        "fit nothing in this model: .*alpha",
+    ),
     "a scale that is not one number": (
         "lora.safetensors",
         lambda of: of | {f"{next(iter(of)).split('.lora')[0]}.dora_scale": np.ones((1, 4), np.float32)},
@@ -513,6 +542,15 @@ def test_a_bad_lora_is_refused_in_a_sentence(models, tmp_path, how):
         save_file({key: value.copy() for key, value in change(load_file(LORAS["diffusers"])).items()}, tmp_path / name)
     with pytest.raises((FileNotFoundError, ValueError), match=message):
         lora.read_lora(tmp_path / name, *models["shapes-sd"][:2])
+
+
+def test_a_lora_that_is_damaged_is_refused_in_a_sentence(models, tmp_path):
+    data = LORAS["diffusers"].read_bytes()
+    (tmp_path / "half.safetensors").write_bytes(data[: len(data) // 2])
+    save_file(load_file(LORAS["diffusers"]), tmp_path / "options.safetensors", metadata={"lora_adapter_metadata": "{"})
+    for name, message in (("half", "damaged or no safetensors"), ("options", "options of PEFT that are damaged")):
+        with pytest.raises(ValueError, match=message):
+            lora.read_lora(tmp_path / f"{name}.safetensors", *models["shapes-sd"][:2])
 
 
 BAD_SINGLE_FILES = {
@@ -550,8 +588,11 @@ PICTURE = np.full((1, 64, 64, 3), 0.5, np.float32)
 BAD_INPUTS = {
     "an odd size": ({"pictures": PICTURE[:, 1:]}, "has 63 × 64 pixels: resize it to multiples of 16"),
     "bytes": ({"pictures": PICTURE * 255}, "divide bytes by 255"),
+    "with a channel for opacity": ({"pictures": np.ones((1, 64, 64, 4))}, r"pictures have the shape \(1, 64, 64, 4\)"),
+    "one without a batch": ({"pictures": PICTURE[0]}, r"pictures have the shape \(64, 64, 3\)"),
     "too much strength": ({"strength": 1.5}, "strength is 1.5: choose 0 to 1"),
     "a negative strength": ({"strength": -0.1}, "strength is -0.1"),
+    "a strength that is no number": ({"strength": float("nan")}, "strength is nan"),
     "a mask of another size": ({"mask": np.ones((32, 32))}, r"mask has the shape \(32, 32\)"),
 }
 
