@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-matrix lab docs workshop checkpoints lock outdated audit publish tpu-report clean
+.PHONY: help run test test-matrix lab docs workshop translations checkpoints lock outdated audit publish tpu-report clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,8 +36,11 @@ lab: .venv/installed  ## open the chapters in JupyterLab
 docs: .venv/installed  ## build the site from executed chapters, into build/site/html
 	@$(BIN)/python -m tools.build_site
 
-workshop: .venv/installed  ## write the student set and the instructor set, into build/workshop
-	@$(BIN)/python -m tools.workshop
+workshop: .venv/installed  ## write the student set and the instructor set, into build/workshop (ARGS='--language zh-CN')
+	@$(BIN)/python -m tools.workshop $(ARGS)
+
+translations: .venv/installed  ## renew the Chinese edition, and list what to translate (CHAPTERS=notebooks/08_*.ipynb starts one)
+	@$(BIN)/python -m tools.translations $(CHAPTERS)
 
 # Training needs PyTorch, which nothing else here does, so it has an environment of its own.
 .venv-train/installed: requirements.lock pyproject.toml

@@ -33,7 +33,8 @@ def links(text: str) -> list[str]:
 def anchors(text: str) -> set[str]:
     """The names by which a page's headings can be linked to, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    named = re.findall(r"^\(([\w-]+)\)=$", text, flags=re.MULTILINE)  # in Chinese pages, by the English name
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings} | set(named)
 
 
 def test_links_are_found():
