@@ -1,6 +1,7 @@
 """The site: what its pages have, that its links lead somewhere, and that two builds give the same."""
 
 import os
+import re
 import shutil
 import sys
 import time
@@ -15,7 +16,8 @@ from bs4 import BeautifulSoup
 
 import helpers
 from course.tpu import reports
-from tools import build_site, inventories, publish
+from tools import build_site, inventories, publish, translations
+from tools.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -39,6 +41,8 @@ PAGES += [
 PAGES += ["docs/real-models", *(f"docs/platforms/{page.stem}" for page in (ROOT / "docs" / "platforms").glob("*.md"))]
 PAGES += [f"checkpoints/{card.parent.name}/README" for card in (ROOT / "checkpoints").glob("*/README.md")]
 CHAPTERS = build_site.CHAPTERS
+CHINESE = [build_site.place_of(file.relative_to(ROOT)) for _, file in translations.pairs()]
+PAGES += [f"{language}/{page.with_suffix('')}" for language, page in CHINESE if "workshop" not in page.parts]
 
 
 def parse(page: Path) -> BeautifulSoup:
@@ -111,6 +115,37 @@ def test_a_chapter_has_its_outputs_its_neighbours_and_its_notebook(site, chapter
     assert "Show the solution" in folded[0].text
 
 
+@pytest.mark.parametrize("chapter", [page.stem for _, page in CHINESE if page.suffix == ".ipynb"])
+def test_a_chinese_chapter_shows_the_outputs_of_the_english_one(site, chapter):
+    pages = [site / folder / "notebooks" / f"{chapter}.html" for folder in ("", LANGUAGE)]
+    english, chinese = ([out.text for out in parse(page).select(".cell_output")] for page in pages)
+    assert english == chinese
+    soup = parse(pages[1])
+    download = soup.select_one(".chapter-links a[download]")["href"]
+    kept = (ROOT / "notebooks" / LANGUAGE / f"{chapter}.ipynb").read_bytes()
+    assert (pages[1].parent / download).read_bytes() == kept
+    assert "收起答案" in soup.select_one(".tag_solution").text
+
+
+def test_every_page_leads_to_itself_in_the_other_language(site, parsed):
+    for page, soup in parsed.items():
+        chinese = page.is_relative_to(site / LANGUAGE)
+        name = page.relative_to(site / (LANGUAGE if chinese else ""))
+        own, other = (LANGUAGE, "en") if chinese else ("en", LANGUAGE)
+        assert soup.html["lang"] == own, name
+        there = site / ("" if chinese else LANGUAGE)
+        same = (there / name).exists()
+        switches = soup.select("header a.language-switch")  # one for narrow windows, one for wide ones
+        assert switches, page
+        for switch in switches:
+            assert (page.parent / switch["href"]).resolve() == there / (name if same else "index.html"), page
+            assert switch["hreflang"] == switch["lang"] == other
+        alternates = {tag["hreflang"]: tag["href"] for tag in soup.find_all("link", rel="alternate")}
+        assert {language: (page.parent / link).resolve() for language, link in alternates.items()} == (
+            {own: page, other: there / name} if same else {}
+        )
+
+
 def test_a_table_that_a_chapter_prints_is_one_on_its_page(site):
     soup = parse(site / "notebooks" / "08_tpu_compiler.html")
     assert [table.th.text for table in soup.select(".cell_output table")] == ["pipeline"]
@@ -127,7 +162,8 @@ def test_a_chapter_has_its_launch_buttons_if_the_course_is_published(repository)
     template = jinja2.Environment(autoescape=True).from_string(
         (ROOT / "docs/_templates/chapter-links.html").read_text()
     )
-    html = template.render(chapter_file=name, chapter_launch=links, pathto=lambda path, _: path)
+    words = {"elsewhere": "Elsewhere", "download": "Download .ipynb", "open in": "Open in"}
+    html = template.render(chapter_file=name, chapter_launch=links, words=words, pathto=lambda path, _: path)
     buttons = {a.text: a["href"] for a in BeautifulSoup(html, "html.parser").find_all("a")}
     assert ["Download .ipynb", *(f"Open in {place}" for place, _ in links)] == list(buttons)
     assert all(buttons[f"Open in {place}"] == address for place, address in links)
@@ -210,25 +246,42 @@ def test_a_chapter_follows_from_what_is_recorded_too(monkeypatch, tmp_path):
 
 
 def test_a_warning_stops_the_build(site, monkeypatch, tmp_path, capfd):
-    def lay_out_a_page_with_a_link_that_leads_nowhere(source, _):
+    def lay_out_a_page_with_a_link_that_leads_nowhere(source, *_):
         others = shutil.ignore_patterns("*.ipynb", "*.md", "checkpoints")
-        shutil.copytree(build_site.SITE / "source", source, ignore=others)
-        (source / "index.md").write_text("# A page\n\n[nowhere](nowhere.md)\n")
+        shutil.copytree(build_site.SITE / source.name, source, ignore=others)
+        (source / "index.md").write_text(f"# A page\n\n[nowhere](nowhere-{source.name}.md)\n")
 
     monkeypatch.setattr(build_site, "lay_out", lay_out_a_page_with_a_link_that_leads_nowhere)
+    monkeypatch.setattr(build_site, "lay_out_translation", lay_out_a_page_with_a_link_that_leads_nowhere)
     with pytest.raises(RuntimeError, match="Sphinx complains"):
         build_site.build(tmp_path)
-    assert "nowhere.md" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "nowhere-source.md" in said and f"nowhere-source-{LANGUAGE}.md" in said
 
 
 def test_links_follow_a_page_that_moves(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").touch()
     text = "[r](../README.md#start) [a](a.md) [web](https://a.b) [l](../LICENSE)\n```\n[code](../README.md)\n```\n"
-    moved = build_site.relink(text, Path("docs/index.md"), tmp_path, moved_to=Path("index.md"))
+    moved = build_site.relink(text, Path("docs/index.md"), tmp_path)
     expected = "[r](index.md#start) [a](docs/a.md) [web](https://a.b) [l](LICENSE)\n```\n[code](../README.md)\n```\n"
     assert moved == expected
     assert (tmp_path / "LICENSE").exists(), "a file that is no page goes along"
+
+
+def test_links_lead_from_one_language_to_the_other(tmp_path):
+    links = ["03_replicate_shard.ipynb", "../08_tpu_compiler.ipynb", "../../docs/zh-CN/install.md#x", "../../README.md"]
+    text = " ".join(f"[a]({link})" for link in links)
+    (tmp_path / "notebooks").mkdir()
+    made = build_site.relink(text, Path("notebooks/zh-CN/01_tpu_detection.ipynb"), tmp_path)
+    assert re.findall(r"\((.*?)\)", made.replace(build_site.PLACE, "/")) == [
+        "03_replicate_shard.ipynb",
+        "/notebooks/08_tpu_compiler.html",
+        "/zh-CN/docs/install.html#x",
+        "/index.html",
+    ]
+    made = build_site.relink("[a](zh-CN/glossary.md)", Path("docs/contribute.md"), tmp_path)
+    assert made == f"[a]({build_site.PLACE}zh-CN/docs/glossary.html)"
 
 
 def test_the_report_has_every_recorded_program_and_the_published_times():

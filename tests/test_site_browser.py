@@ -23,6 +23,7 @@ PHONE = {"width": 390, "height": 844}
 # Pages of every sort, for what takes long to look at.
 SAMPLE = ["index", "docs/troubleshooting", "docs/reference", "docs/glossary", "docs/versions", "docs/teach"]
 SAMPLE += ["notebooks/04_jit_pipeline", "notebooks/06_block_until_ready_timing", "checkpoints/shapes-sd/README"]
+SAMPLE += ["zh-CN/index", "zh-CN/notebooks/03_replicate_shard", "zh-CN/docs/glossary"]
 
 # The WCAG's contrast of each piece of text with what is behind it; the least of them, and where it is.
 CONTRAST = """() => {
@@ -70,20 +71,51 @@ def test_every_page_loads_without_errors_and_missing_files(site, browser, addres
     page.close()
 
 
-def test_the_search_finds_a_word(open_page):
-    page = open_page("index")
+@pytest.mark.parametrize(
+    ("start", "word"),
+    [("index", "unreplicate"), ("zh-CN/index", "词元编号"), ("zh-CN/index", "轴"), ("zh-CN/index", "unreplicate")],
+)
+def test_the_search_finds_a_word(open_page, start, word):
+    """Chinese in part of a sentence, a single sign, and what is English in both."""
+    page = open_page(start)
     page.keyboard.press("Control+k")
-    page.keyboard.type("unreplicate")
+    page.keyboard.insert_text(word)
     page.keyboard.press("Enter")
     results = page.locator("#search-results li a")
     expect(results.first).to_be_visible()
-    assert any("03_replicate_shard" in link.get_attribute("href") for link in results.all())
+    found = page.locator("#search-results li a[href*='03_replicate_shard']")
+    expect(found.first).to_be_visible()
 
 
-def test_a_word_that_is_nowhere_is_not_found(open_page):
-    page = open_page("search")
-    page.goto(f"{page.url}?q=xylophone")
-    expect(page.locator("#search-results .search-summary")).to_contain_text("did not match")
+@pytest.mark.parametrize(("start", "word", "said"), [("", "xylophone", "did not match"), ("zh-CN/", "象牙塔", "没有")])
+def test_a_word_that_is_nowhere_is_not_found(open_page, start, word, said):
+    page = open_page(f"{start}search")
+    page.goto(f"{page.url}?q={word}")
+    expect(page.locator("#search-results .search-summary")).to_contain_text(said)
+
+
+@pytest.mark.parametrize("size", ["phone", "desktop"])
+def test_the_language_can_be_switched_on_every_page(open_page, size):
+    page = open_page(
+        "notebooks/03_replicate_shard", **({"viewport": PHONE, "is_mobile": True} if size == "phone" else {})
+    )
+    page.get_by_role("link", name="中文").click()
+    expect(page.locator("h1")).to_contain_text("3. 复制、分片、拆分")
+    page.get_by_role("link", name="English").click()
+    expect(page.locator("h1")).to_contain_text("3. Replicate, shard, split")
+
+
+def test_chinese_has_a_font(open_page):
+    """Without one, all signs look alike: the box that says that there is none."""
+    page = open_page("zh-CN/index")
+    drawn = page.evaluate("""() => ["设", "备"].map((sign) => {
+      const context = Object.assign(document.createElement("canvas"), {width: 40, height: 40}).getContext("2d");
+      context.font = `30px ${getComputedStyle(document.body).fontFamily}`;
+      context.fillText(sign, 5, 32);
+      return context.getImageData(0, 0, 40, 40).data.join();
+    })""")
+    if drawn[0] == drawn[1]:
+        pytest.skip("There is no Chinese font here: apt-get install fonts-noto-cjk")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

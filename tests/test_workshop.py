@@ -3,6 +3,7 @@
 import ast
 import builtins
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import workshop
+from tools import build_site, workshop
+from tools.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = workshop.CHAPTERS
@@ -127,9 +129,40 @@ def test_an_instructors_notebook_runs_without_a_network(executed_again):
     assert [cell for cell in executed_again if "solution" in workshop.tags(cell) and cell.outputs]
 
 
-def test_a_students_notebook_runs_as_it_is(sets, tmp_path):
-    notebook = sets["student"] / "notebooks" / "01_tpu_detection.ipynb"
-    subprocess.run([sys.executable, "-m", "tools.run_chapters", notebook, "--to", tmp_path], cwd=ROOT, check=True)
+def test_a_students_notebook_runs_as_it_is(site, sets, tmp_path):
+    """And a Chinese one: what stands beside its code changes nothing of what the code says."""
+    (wheel,) = sets["student"].glob("*.whl")
+    files = workshop.set_files(False, wheel, LANGUAGE)
+    name = f"notebooks/{LANGUAGE}/01_tpu_detection.ipynb"
+    notebook = tmp_path / "01_tpu_detection.ipynb"
+    notebook.write_bytes(files[name])
+    (tmp_path / "out").mkdir()
+    command = [sys.executable, "-m", "tools.run_chapters", notebook, "--to", tmp_path / "out"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    english = {cell.id: cell for cell in nbformat.read(build_site.EXECUTED / notebook.name, as_version=4).cells}
+    executed = nbformat.read(tmp_path / "out" / notebook.name, as_version=4).cells
+    code = [cell for cell in executed if cell.cell_type == "code"]
+    assert len(code) > 5 and all(cell.execution_count for cell in code)
+    for cell in code:
+        if "timing" not in workshop.tags(cell):
+            assert list(map(build_site.without_places, cell.outputs)) == list(
+                map(build_site.without_places, english[cell.id].outputs)
+            ), cell.source
+
+
+def test_the_chinese_set_has_its_chapters_beside_the_english_ones_and_no_solution(sets):
+    (wheel,) = sets["student"].glob("*.whl")
+    files = workshop.set_files(False, wheel, LANGUAGE)
+    chinese = [name for name in files if name.startswith(f"notebooks/{LANGUAGE}/")]
+    assert len(chinese) >= 7
+    assert {f"notebooks/{chapter.name}" for chapter in CHAPTERS} < set(files)
+    assert "运行" in files["README.md"].decode() and wheel.name in files["README.md"].decode()
+    for name in chinese:
+        cells = nbformat.reads(files[name].decode(), as_version=4).cells
+        assert not any("solution" in workshop.tags(cell) for cell in cells)
+        for cell in cells:
+            for link in re.findall(r"\]\((?![a-z]+:)([^)\s#]+)", cell.source if cell.cell_type == "markdown" else ""):
+                assert os.path.normpath(f"{os.path.dirname(name)}/{link}") in files, f"{link} in {name}"
 
 
 def test_a_note_for_a_heading_that_is_not_there_is_refused():

@@ -3,7 +3,9 @@
 ``python -m tools.build_site`` calls `make`. Nothing is made anew that is newer than what it follows from.
 """
 
+import html
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -125,22 +127,37 @@ def record_images() -> None:
         Image.fromarray((sheet * 255).round().astype(np.uint8)).save(file, quality=80, method=6)
 
 
-def recorded_html(root: str) -> str:
-    """The recorded images as a part of a page from which ``root`` leads to the site's first folder."""
+def translated(name: str, language: str) -> str:
+    """A part of a page, from a file with its English, in a language: its texts, and what its script will say."""
+    text, table = (PAGE / name).read_text(), PAGE / f"{language}.json"
+    if not table.exists():
+        return text
+    words = json.loads(table.read_text())
+    for pattern in (r"(?<=>)[^<>]+(?=<)", r'(?<=aria-label=")[^"]+', r'#[\w-]+(?=")'):
+        text = re.sub(pattern, lambda match: words.get(" ".join(match.group().split()), match.group()), text)
+    script = (PAGE / re.search(r"draw/(\w+\.js)", text).group(1)).read_text()
+    said = {english: word for english, word in words.items() if f't("{english}"' in script}
+    data = f'data-words="{html.escape(json.dumps(said, ensure_ascii=False))}"'
+    return re.sub(r'class="(draw|recorded)"', rf'class="\1" {data}', text, count=1)
+
+
+def form_html(language: str) -> str:
+    """The part of the landing page that draws. ``PAGES`` stands for its language's first folder."""
+    return translated("form.html", language).replace("RECORDED", recorded_html(language))
+
+
+def recorded_html(language: str) -> str:
+    """The recorded images as a part of a page, in which ``ROOT`` stands for the site's first folder."""
+    template = "Images for “{0}”, from one noise. From left to right {1} steps, from top to bottom guidance scale {2}."
+    if (table := PAGE / f"{language}.json").exists():
+        template = json.loads(table.read_text())[template]
     steps, scales = ", ".join(map(str, STEPS)), ", ".join(f"{scale:g}" for scale in GUIDANCE)
     figures = []
     for k, caption in enumerate(RECORDED):
-        file = f"{root}draw/recorded-{k}.webp"
-        alt = f"Images for “{caption}”, from one noise. From left to right {steps} steps, from top to bottom guidance "
-        alt += f"scale {scales}."
+        file, alt = f"ROOT/draw/recorded-{k}.webp", template.format(caption, steps, scales)
         figures.append(f'<figure><img src="{file}" alt="{alt}" data-caption="{caption}"></figure>')
-    return (
-        (PAGE / "recorded.html")
-        .read_text()
-        .replace("FIGURES", "\n".join(figures))
-        .replace("STEPS", steps)
-        .replace("SCALES", scales)
-    )
+    page = translated("recorded.html", language).replace("FIGURES", "\n".join(figures))
+    return page.replace("STEPS", steps).replace("SCALES", scales)
 
 
 def make(folder: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 Both follow from the chapters. The student set has their solutions taken out; the instructor set has them open, and the
 speaker notes of ``docs/workshop/notes`` beneath the headings that they belong to. Each set brings the lock and the
-course's own wheel, so a class installs it from a copy and needs no repository.
+course's own wheel, so a class installs it from a copy and needs no repository. ``--language zh-CN`` writes
+``student-zh-CN.zip`` instead: the student set with the Chinese chapters beside the English ones.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 import nbformat
 
 from tools.run_chapters import CHAPTERS
+from tools.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKSHOP = ROOT / "docs" / "workshop"
@@ -85,9 +87,11 @@ def read_notes(chapter: Path) -> dict[str, str]:
     return {heading: text.strip() for heading, text in notes.items() if text.strip()}
 
 
-def set_files(instructor: bool, wheel: Path) -> dict[str, bytes]:
+def set_files(instructor: bool, wheel: Path, language: str = "en") -> dict[str, bytes]:
     """The files of a set, by their names in it."""
-    readme = (WORKSHOP / ("instructor.md" if instructor else "student.md")).read_text().replace("WHEEL", wheel.name)
+    rooms = {"en": [ROOT / "notebooks"], LANGUAGE: [ROOT / "notebooks", ROOT / "notebooks" / LANGUAGE]}[language]
+    texts = WORKSHOP if language == "en" else ROOT / "docs" / language / "workshop"
+    readme = (texts / ("instructor.md" if instructor else "student.md")).read_text().replace("WHEEL", wheel.name)
     files = {
         "README.md": readme.encode(),
         "LICENSE": (ROOT / "LICENSE").read_bytes(),
@@ -96,22 +100,22 @@ def set_files(instructor: bool, wheel: Path) -> dict[str, bytes]:
     }
     if instructor:
         files["plan.md"] = b"# Plans\n\n" + (WORKSHOP / "plan.md").read_bytes()
-    for chapter in CHAPTERS:
-        notebook = nbformat.read(chapter, as_version=4)
+    for chapter in (chapter for room in rooms for chapter in sorted(room.glob("[0-9]*.ipynb"))):
+        notebook, name = nbformat.read(chapter, as_version=4), chapter.relative_to(ROOT).as_posix()
         made = instructor_chapter(notebook, read_notes(chapter)) if instructor else student_chapter(notebook)
-        files[f"notebooks/{chapter.name}"] = (nbformat.writes(made) + "\n").encode()
-        for page in linked_pages(made):
+        files[name] = (nbformat.writes(made) + "\n").encode()
+        for page in linked_pages(made, name):
             files[page] = (ROOT / page).read_bytes()
     return files
 
 
-def linked_pages(notebook) -> set[str]:
+def linked_pages(notebook, name: str) -> set[str]:
     """The repository's files that a chapter links to, but for chapters and the README, which a set has its own of."""
     found = set()
     for cell in notebook.cells:
         for target in re.findall(r"\]\((\.\./[^)\s#]+)", cell.source if cell.cell_type == "markdown" else ""):
-            path = os.path.normpath(f"notebooks/{target}")
-            if path != "README.md" and (ROOT / path).is_file():
+            path = os.path.normpath(f"{os.path.dirname(name)}/{target}")
+            if path != "README.md" and not path.startswith("notebooks/") and (ROOT / path).is_file():
                 found.add(path)
     return found
 
@@ -127,14 +131,16 @@ def write_zip(target: Path, files: dict[str, bytes]) -> None:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--language", choices=["en", LANGUAGE], default="en", help="what the students read")
+    language = parser.parse_args().language
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         (wheel,) = Path(folder).glob("*.whl")
-        for name in ("student", "instructor"):
+        for name in ("student", "instructor") if language == "en" else (f"student-{language}",):
             target = BUILD / f"{name}.zip"
-            write_zip(target, set_files(name == "instructor", wheel))
+            write_zip(target, set_files(name == "instructor", wheel, language))
             print(f"{os.path.relpath(target)}: {target.stat().st_size / 1e6:.0f} MB")
     for chapter in CHAPTERS:
         if not read_notes(chapter):

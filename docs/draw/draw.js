@@ -2,6 +2,9 @@
 // around it is here: tokens, noise, the steps of DDIM, and the page. Before Draw is pressed, this script loads only
 // settings.json.
 
+// The page's own language: texts by the English ones, {0} and so on being what is put in.
+const words = JSON.parse(document.getElementById("draw").dataset.words ?? "{}");
+const t = (text, ...values) => (words[text] ?? text).replace(/\{(\d)\}/g, (_, k) => values[k]);
 const here = (name) => new URL(name, import.meta.url);
 const form = document.getElementById("draw");
 const field = form.elements;
@@ -97,17 +100,17 @@ function hasSimd() {
 }
 
 async function load(signal) {
-  if (!hasSimd()) throw new Failure("This browser has no WebAssembly with SIMD: a newer one can draw.");
+  if (!hasSimd()) throw new Failure(t("This browser has no WebAssembly with SIMD: a newer one can draw."));
   const total = Object.values(settings.bytes).reduce((a, b) => a + b, 0);
   let loaded = 0;
   progress.hidden = false;
   const files = {};
   for (const name of Object.keys(settings.bytes)) {
     const explain = (error) => {
-      throw signal.aborted ? error : new Failure(`${name} could not be loaded: is there a network? Press Draw again.`);
+      throw signal.aborted ? error : new Failure(t("{0} could not be loaded: is there a network? Press Draw again.", name));
     };
     const answer = await fetch(here(name), { signal }).catch(explain);
-    if (!answer.ok) throw new Failure(`${name} could not be loaded (${answer.status}). Press Draw again later.`);
+    if (!answer.ok) throw new Failure(t("{0} could not be loaded ({1}). Press Draw again later.", name, answer.status));
     const chunks = [];
     for (const reader = answer.body.getReader(); ; ) {
       const { done, value } = await reader.read().catch(explain);
@@ -115,7 +118,7 @@ async function load(signal) {
       chunks.push(value);
       loaded += value.length;
       progress.value = loaded / total;
-      say(`Loading ${(loaded / 1e6).toFixed(1)} of ${(total / 1e6).toFixed(1)} MB …`);
+      say(t("Loading {0} of {1} MB …", (loaded / 1e6).toFixed(1), (total / 1e6).toFixed(1)));
     }
     files[name] = new Uint8Array(await new Blob(chunks).arrayBuffer());
   }
@@ -187,9 +190,9 @@ function compose() {
 function check() {
   const words = new Set(field.caption.value.toLowerCase().match(/[\p{L}\p{N}_]+/gu) ?? []);
   const unknown = [...words].filter((word) => !settings.words.includes(word));
-  const known = `It knows these words: ${settings.words.join(", ")}.`;
+  const known = t("It knows these words: {0}.", settings.words.join(", "));
   document.getElementById("draw-words").textContent = unknown.length
-    ? `The checkpoint never saw ${unknown.join(", ")}, so expect nothing sensible. ${known}` : "";
+    ? t("The checkpoint never saw {0}, so expect nothing sensible. {1}", unknown.join(", "), known) : "";
 }
 
 async function submit() {
@@ -201,22 +204,23 @@ async function submit() {
   try {
     model ??= await load(running.signal);
     const start = performance.now();
-    canvas.setAttribute("aria-label", `Being drawn: ${caption}`);
+    canvas.setAttribute("aria-label", t("Being drawn: {0}", caption));
     await draw({ caption, seed, steps, guidance }, running.signal, (values, step) => {
       paint(values);
-      say(`Step ${step} of ${steps}`);
+      say(t("Step {0} of {1}", step, steps));
     });
     canvas.setAttribute("aria-label", caption);
     const seconds = ((performance.now() - start) / 1000).toFixed(1);
-    say(`Drawn in ${seconds} s, all of it in your browser.`);
+    say(t("Drawn in {0} s, all of it in your browser.", seconds));
   } catch (error) {
-    canvas.setAttribute("aria-label", `Not finished: ${caption}`);
-    if (running.signal.aborted) say("Cancelled.");
+    canvas.setAttribute("aria-label", t("Not finished: {0}", caption));
+    if (running.signal.aborted) say(t("Cancelled."));
     else {
       // A browser has different errors for too little memory, and the runtime puts them into text.
       const memory = error instanceof RangeError || /memory|allocat/i.test(error.message);
-      const why = memory ? "There is too little memory for the model: close other tabs." : `Drawing failed: ${error.message}.`;
-      say(`${error instanceof Failure ? error.message : why} These images were recorded:`);
+      const why = memory
+        ? t("There is too little memory for the model: close other tabs.") : t("Drawing failed: {0}.", error.message);
+      say(t("{0} These images were recorded:", error instanceof Failure ? error.message : why));
       recorded.hidden = false;
     }
   } finally {

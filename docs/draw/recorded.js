@@ -1,5 +1,7 @@
 // Recorded images, one at a time, chosen by two sliders. Without scripts the page shows all of them side by side.
 for (const part of document.querySelectorAll(".recorded:not(.ready)")) {
+  const words = JSON.parse(part.dataset.words ?? "{}"); // as in draw.js
+  const t = (text, ...values) => (words[text] ?? text).replace(/\{(\d)\}/g, (_, k) => values[k]);
   const [steps, guidance] = part.querySelectorAll("input");
   const numbers = (slider) => slider.dataset.numbers.split(", ");
   const pictures = [...part.querySelectorAll("img")].map((sheet) => {
@@ -24,12 +26,12 @@ for (const part of document.querySelectorAll(".recorded:not(.ready)")) {
       picture.style.backgroundPosition = place;
       const [column, row] = [steps, guidance].map((slider) => numbers(slider)[slider.value]);
       const caption = picture.nextElementSibling.textContent;
-      picture.setAttribute("aria-label", `${caption}, after ${column} steps at guidance scale ${row}`);
+      picture.setAttribute("aria-label", t("{0}, after {1} steps at guidance scale {2}", caption, column, row));
     }
   };
   steps.addEventListener("input", show);
   guidance.addEventListener("input", show);
-  part.querySelector("p").textContent = "Recorded images: move the sliders.";
+  part.querySelector("p").textContent = t("Recorded images: move the sliders.");
   part.querySelector(".recorded-controls").hidden = false;
   part.classList.add("ready");
   show();
