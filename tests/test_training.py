@@ -14,6 +14,9 @@ def rng():
     return np.random.default_rng(11)
 
 
+EVERY_SHAPE = scenes.SHAPES + scenes.NEW_SHAPES
+
+
 def random_scene(rng):
     choices = scenes.combinations()
     return scenes.random_scene(rng, *choices[rng.integers(len(choices))])
@@ -111,10 +114,32 @@ def test_the_judge_reads_a_cross_with_one_short_arm():
     assert (seen.y, seen.radius) == pytest.approx((0.5, 0.38), abs=0.01)
 
 
+@pytest.mark.parametrize("shapes", [scenes.SHAPES, EVERY_SHAPE], ids=["known", "with the new one"])
 @pytest.mark.parametrize("kind", spoiled.KINDS)
-def test_the_judge_refuses_what_is_no_scene(rng, kind):
-    refused = (isinstance(fidelity.read(spoiled.KINDS[kind](rng, 64)), fidelity.Refusal) for _ in range(60))
+def test_the_judge_refuses_what_is_no_scene(rng, kind, shapes):
+    refused = (isinstance(fidelity.read(spoiled.KINDS[kind](rng, 64), shapes), fidelity.Refusal) for _ in range(60))
     assert fidelity.share(refused) >= 0.95
+
+
+def test_the_judge_reads_a_new_shape_only_if_it_may_be_there(rng):
+    drawn = [scenes.render(scene) for scene in scenes.new_examples("bowtie", 24)]
+    asked = scenes.new_captions("bowtie", scenes.COLORS, 27)
+    drawn += [scenes.render(scenes.random_scene(rng, **named)) for named in asked]
+    assert fidelity.share(getattr(fidelity.read(each, EVERY_SHAPE), "shape", "") == "bowtie" for each in drawn) >= 0.99
+    assert all(isinstance(fidelity.read(each), fidelity.Refusal) for each in drawn)
+
+
+def test_a_new_shape_leaves_the_others_what_they_were(rng):
+    drawn = [scenes.render(random_scene(rng)) for _ in range(40)]
+    assert [fidelity.read(each, EVERY_SHAPE) for each in drawn] == [fidelity.read(each) for each in drawn]
+    assert not {shape for _, shape, _ in scenes.combinations()} & set(scenes.NEW_SHAPES)
+
+
+def test_examples_of_a_new_shape_leave_some_colours_out():
+    examples = scenes.new_examples("bowtie", 24)
+    assert {scene.color for scene in examples} == set(scenes.TAUGHT_COLORS) < set(scenes.COLORS)
+    assert {scene.size for scene in examples} == set(scenes.SIZES)
+    assert examples == scenes.new_examples("bowtie", 24)
 
 
 def test_the_judge_does_not_guess_between_two_shapes():

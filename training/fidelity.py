@@ -73,13 +73,15 @@ def read_colors(picture: np.ndarray) -> tuple[str, str, np.ndarray] | Refusal:
     return background, color, alpha
 
 
-def read(picture: np.ndarray) -> scenes.Scene | Refusal:
+def read(picture: np.ndarray, shapes: tuple[str, ...] = scenes.SHAPES) -> scenes.Scene | Refusal:
     """Read a picture.
 
     Parameters
     ----------
     picture : numpy.ndarray
         Shape (pixels, pixels, 3): uint8, or float from 0 to 1.
+    shapes : tuple of str
+        Those that it may show: names of ``scenes.OUTLINES``.
 
     Returns
     -------
@@ -93,7 +95,7 @@ def read(picture: np.ndarray) -> scenes.Scene | Refusal:
     area, side = float(alpha.mean()), len(alpha)
     centers = (np.arange(side) + 0.5) / side
     centroid = np.array([alpha.sum(0) @ centers, alpha.sum(1) @ centers]) / alpha.sum()
-    coarse = sorted((_coarse_match(alpha, shape, area, centroid) for shape in scenes.SHAPES), reverse=True)
+    coarse = sorted((_coarse_match(alpha, shape, area, centroid) for shape in shapes), reverse=True)
     most = coarse[0][0]
     if most < LEAST_OVERLAP:
         return Refusal(f"the closest shape, a {coarse[0][1]}, covers only {most:.0%} of it")
