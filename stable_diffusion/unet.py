@@ -80,11 +80,11 @@ def read_text(p: dict, config: UNetConfig, context: jax.Array, pooled=None, size
     return Condition(words, embed(p, "add_embedding", jnp.concatenate([pooled, sizes], axis=-1), config))
 
 
-def unet(p: dict, config: UNetConfig, latents, timestep, condition: Condition, attention="auto") -> jax.Array:
+def unet(p: dict, config: UNetConfig, latents, timestep, condition: Condition, attention="auto", run=None) -> jax.Array:
     """diffusers' ``UNet2DConditionModel``: noise, or what else it was trained to predict, (batch, height, width, 4).
 
     ``latents``, (batch, height, width, 4), have as much variance as DDIM's at the timestep, which is one for all or
-    (batch,). A side that cannot be halved raises ``ValueError``.
+    (batch,). ``run`` runs a block, as ``run_block`` does. A side that cannot be halved raises ``ValueError``.
     """
     halvings = len(config.block_out_channels) - 1
     if any(side % 2**halvings for side in latents.shape[1:3]):
@@ -98,7 +98,7 @@ def unet(p: dict, config: UNetConfig, latents, timestep, condition: Condition, a
     for block in blocks(config):
         if block.join:
             x = jnp.concatenate([x, kept.pop()], axis=-1)
-        x = run_block(p, config, block, x, time, condition, attention)
+        x = (run or run_block)(p, config, block, x, time, condition, attention)
         if block.keep:
             kept.append(x)
     x = jax.nn.silu(group_norm(p, "conv_norm_out", x, config.norm_num_groups, config.norm_eps))
