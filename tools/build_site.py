@@ -266,18 +266,21 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
         shutil.copy(chapter, copy)
     for sentence in draw.make(to / "downloads" / "draw"):
         print(sentence)
-    shutil.rmtree(to / "html", ignore_errors=True)
+    # Beside its pages MyST-NB leaves a folder, so none of the two is built within the other.
+    made = {"en": to / "html", LANGUAGE: to / LANGUAGE / "html"}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("TUTORIAL_", "COLAB_", "KAGGLE_"))}
     environment |= {"COURSE_ROOT": str(ROOT), "COURSE_PLACE": PLACE, "PYTHONHASHSEED": "0"}
     builds = []
     for language, source in sources.items():
+        shutil.rmtree(made[language], ignore_errors=True)
         command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "--fresh-env", "--quiet", "-b", "html"]
-        command += ["-d", str(to / f"doctrees-{language}"), str(source)]
-        command.append(str(to / "html" / ("" if language == "en" else language)))
+        command += ["-d", str(to / f"doctrees-{language}"), str(source), str(made[language])]
         builds.append(subprocess.Popen(command, env=environment | {"COURSE_LANGUAGE": language}))
-    if sum(build.wait() for build in builds):  # both come to their end
+    statuses = [build.wait() for build in builds]
+    if any(statuses):
         raise RuntimeError("Sphinx complains above: the site is built only where it has nothing to complain about.")
-    return to / "html"
+    shutil.copytree(made[LANGUAGE], made["en"] / LANGUAGE, dirs_exist_ok=True)
+    return made["en"]
 
 
 def main() -> int:
