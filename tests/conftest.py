@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from contextlib import contextmanager
@@ -31,6 +32,10 @@ for variable in list(os.environ):
     if variable.startswith(("COLAB_", "HF_", "JAX_", "KAGGLE_", "TUTORIAL_")):
         del os.environ[variable]
 helpers.simulate_devices(8)
+# What one test compiles, others need not. The chapters do without: they show what compiling costs.
+CACHE = tempfile.TemporaryDirectory(prefix="programs-")
+jax.config.update("jax_compilation_cache_dir", CACHE.name)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name  # for processes that tests start
 diffusers.logging.set_verbosity_error()
 transformers.logging.set_verbosity_error()
 
