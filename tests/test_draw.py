@@ -66,6 +66,32 @@ def test_six_captions_are_drawn_as_jax_draws_them(page, screenshots):
     page.screenshot(path=screenshots / "index-drawn.png")
 
 
+def test_the_chinese_page_draws_and_speaks_chinese(open_page):
+    page = open_page("zh-CN/index")
+    expect(page.locator("#draw")).to_be_visible()
+    ask(page, REQUESTS[0][0], steps=2)
+    page.get_by_role("button", name="画图").click()
+    expect(said(page)).to_contain_text("全部在你的浏览器里完成", timeout=120_000)
+    page.locator("[name=caption]").fill("a red house")
+    expect(page.locator("#draw-words")).to_contain_text("检查点从没见过 house")
+
+
+def test_every_text_of_the_page_is_translated():
+    words = json.loads((draw.PAGE / "zh-CN.json").read_text())
+    scripts = "".join(file.read_text() for file in draw.PAGE.glob("*.js"))
+    pages = "".join((draw.PAGE / name).read_text() for name in ("form.html", "recorded.html"))
+    texts = re.findall(r">([^<>]+)<|aria-label=\"([^\"]+)|(#what[\w-]+)", pages)
+    shown = {" ".join("".join(text).split()) for text in texts} - {"", "RECORDED", "FIGURES"}
+    said = set(re.findall(r'\bt\("([^"]+)"', scripts))
+    assert len(said) > 12
+    template = next(word for word in words if word.startswith("Images for"))  # which Python puts in
+    assert set(words) == shown | said | {template}
+    for english, chinese in words.items():
+        assert sorted(re.findall(r"\{\d\}|STEPS|SCALES", english)) == sorted(
+            re.findall(r"\{\d\}|STEPS|SCALES", chinese)
+        ), english
+
+
 def test_choices_make_the_caption_and_unknown_words_are_named(page):
     page.locator("[name=size]").select_option("")
     page.locator("[name=color]").select_option("orange")
