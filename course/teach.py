@@ -211,7 +211,8 @@ def put_in(params: dict, trained: dict) -> dict:
     """A model's parameters with what was trained beside and among them."""
     params = attach(params, trained["lora"], 1.0)
     if "word" in trained:
-        table = params["text_encoder"][EMBEDDINGS].at[-1].set(trained["word"])
+        table = params["text_encoder"][EMBEDDINGS]
+        table = table.at[-1].set(trained["word"].astype(table.dtype))
         params = params | {"text_encoder": params["text_encoder"] | {EMBEDDINGS: table}}
     return params
 
