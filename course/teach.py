@@ -7,6 +7,7 @@ interrupted at any time: the same command goes on where the last state was saved
 """
 
 import argparse
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -398,7 +399,9 @@ def take_steps(
     last, start = min(total if until is None else until, total), time.monotonic()
     try:
         for done in range(first + 1, last + 1):
-            state = step(state, params, data)
+            state = jax.block_until_ready(step(state, params, data))  # or states and batches would queue in memory
+            if done == first + 1 and sys.platform == "linux":
+                ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves hundreds of MB to the C library
             passed = time.monotonic() - start
             if done % 10 == 0 or done in (first + 1, last) or passed > seconds:
                 recent = float(state.losses[max(0, done - 50) : done].mean())
