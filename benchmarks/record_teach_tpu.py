@@ -1,7 +1,7 @@
 """Record what the TPU compiler says about the training step of ``course.teach``: ``benchmarks/teach_tpu.json``.
 
 Chapter 14 shows these answers. Each is written as soon as it is there, and what is recorded is left out, so an
-interrupted run goes on where it stopped. A step of Stable Diffusion XL takes some ten to thirty minutes on 2 cores.
+interrupted run goes on where it stopped. A step of Stable Diffusion XL took from 6 to 66 minutes on 2 cores.
 """
 
 import argparse

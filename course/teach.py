@@ -27,7 +27,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from safetensors.numpy import save_file
 
 import stable_diffusion as sd
@@ -123,7 +123,7 @@ def read_folder(folder: str | Path, height: int, width: int) -> tuple[np.ndarray
     if not listed.exists():
         raise FileNotFoundError(f"{folder} has no metadata.jsonl: write one, with file_name and text for each image.")
     captions = {}
-    for number, line in enumerate(listed.read_text().splitlines(), 1):
+    for number, line in enumerate(listed.read_text(encoding="utf-8").splitlines(), 1):
         try:
             entry = json.loads(line)
             captions[entry["file_name"]] = entry["text"].strip()
@@ -136,14 +136,14 @@ def read_folder(folder: str | Path, height: int, width: int) -> tuple[np.ndarray
     images = []
     for name in captions:
         try:
-            opened = Image.open(folder / name)
-        except UnidentifiedImageError:
+            with Image.open(folder / name) as opened:
+                size, pixels = opened.size[::-1], np.asarray(opened.convert("RGB"), np.float32) / 255
+        except OSError:
             raise ValueError(f"{folder / name} is no image that can be read: get it again.") from None
-        with opened:
-            if opened.size != (width, height):
-                size = " × ".join(map(str, opened.size[::-1]))
-                raise ValueError(f"{folder / name} has {size} pixels: crop and resize it to {height} × {width}.")
-            images.append(np.asarray(opened.convert("RGB"), np.float32) / 255)
+        if size != (height, width):
+            size = " × ".join(map(str, size))
+            raise ValueError(f"{folder / name} has {size} pixels: crop and resize it to {height} × {width}.")
+        images.append(pixels)
     return np.stack(images), list(captions.values())
 
 
@@ -389,7 +389,7 @@ def take_steps(
     state, params, data : State, dict, Data
         Placed on all devices already; else the first two steps compile a program each.
     until : int, optional
-        The step to stop before.
+        How many steps are taken in all, counted from the recipe's first.
     seconds : float
         Stop earlier if that much time has passed.
     saver : Saver, optional
@@ -482,7 +482,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Interrupted: the same command goes on from here.", file=sys.stderr)
+        print("Interrupted: the same command goes on from the last state that was saved.", file=sys.stderr)
         return 130
     return 0
 

@@ -32,7 +32,7 @@ WORDS = {
         "name": "中文",
         "elsewhere": "在别处打开本章",
         "download": "下载 .ipynb",
-        "open in": "打开于",
+        "open in": "前往",
         "search": "搜索……",
         "more": "更多",
         # What the theme has not translated itself.

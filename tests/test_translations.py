@@ -39,7 +39,8 @@ def test_there_is_nothing_to_do(capsys):
 def test_code_is_the_english_chapters_and_prose_is_not(file):
     for cell, english in zip(read(file).cells, read(english_of(file)).cells, strict=True):
         assert (cell.id, cell.cell_type, tags(cell)) == (english.id, english.cell_type, tags(english))
-        assert cell.metadata["translation"]["source"] == translations.sha256(english.source)
+        if int(file.name[:2]) in translations.REQUIRED or cell.cell_type == "code":
+            assert cell.metadata["translation"]["source"] == translations.sha256(english.source)
         if cell.cell_type == "code":
             assert cell.source == english.source
             assert not cell.outputs

@@ -40,7 +40,11 @@ def pairs() -> list[tuple[Path, Path]]:
     chapters = [file for file in (ROOT / "notebooks").glob("[0-9]*.ipynb") if int(file.name[:2]) in REQUIRED]
     translated = [ROOT / f"README.{LANGUAGE}.md"]
     for room, ending in (("notebooks", "ipynb"), ("docs", "md")):
-        translated += [file for file in (ROOT / room / LANGUAGE).rglob(f"*.{ending}") if "/." not in file.as_posix()]
+        translated += [
+            file
+            for file in (ROOT / room / LANGUAGE).rglob(f"*.{ending}")
+            if "/." not in file.relative_to(ROOT).as_posix()
+        ]
     names = [file.relative_to(ROOT).as_posix().replace(f"/{LANGUAGE}/", "/") for file in translated if file.exists()]
     english = [ROOT / name.replace(f".{LANGUAGE}.md", ".md") for name in names]
     return [(file, chinese_of(file)) for file in sorted({*chapters, *english})]
@@ -71,9 +75,11 @@ def settle(text: str | None, known: dict, english: str, marks: dict[str, str], u
         Text, hashes, and "missing", "stale" or "".
     """
     now, pending = sha256(english), known.get("pending")
-    marked = next((state for state, mark in marks.items() if text and text.startswith(mark.rstrip())), None)
+    # By its first words: the link in it is a different one after a chapter was renamed.
+    marked = next((state for state, mark in marks.items() if text and text.startswith(mark.partition("[")[0])), None)
     if marked:
-        text = text[len(marks[marked].rstrip()) :].lstrip("\n")
+        mark = marks[marked]
+        text = text.partition("\n")[2].lstrip("\n") if mark.endswith("\n") else text.removeprefix(mark)
     source = pending if pending and not marked else known.get("source")
     if text is None or (marked == "missing" and not re.search(r"[\u4e00-\u9fff]", text)):
         text, state = untranslated, "missing"
@@ -104,7 +110,7 @@ def rebuild_notebook(english: Path, chinese: Path) -> tuple[str, list[str]]:
     Raises
     ------
     ValueError
-        If the Chinese file is no notebook any more.
+        If the Chinese file is no notebook any more, or has cells of its own.
     """
     notebook, left, kept = nbformat.read(english, as_version=4), [], {}
     if chinese.exists():
@@ -129,6 +135,10 @@ def rebuild_notebook(english: Path, chinese: Path) -> tuple[str, list[str]]:
             hashes |= {"alt" if name == "source" else name: value for name, value in known.items()}
             left += [f"the picture's text of {cell.id} is {state}"] if state else []
         cell.metadata["translation"] = hashes
+    if added := [name for (name, _), cell in kept.items() if "translation" not in cell.metadata]:
+        raise ValueError(
+            f"{chinese.relative_to(ROOT)} has cells that the English does not have: put {added} into others."
+        )
     left += [f"{name} is no longer in the English chapter, and is dropped" for name, _ in kept]
     return nbformat.writes(notebook) + "\n", left
 
