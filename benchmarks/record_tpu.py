@@ -26,6 +26,10 @@ from course.tpu.reports import Attempt, LargestBatch, PipelineReport, ask_about_
 
 FOLDER = Path(__file__).with_name("tpu")
 REPORT, LARGEST = "report", "largest batch"  # what there is to do about a program
+# With some large batches libtpu 0.0.42.1 overflows the stacks of its threads, and ends the process. These are its own
+# flags; a libtpu that lacks one ends the process, too, and names it. So nothing that imports this gets them.
+STACKS = "--xla_internal_thread_stack_size_bytes=16777216 --default_thread_stack_size=16777216"
+STACKS += " --fibers_default_thread_stack_size=16777216"
 log = logging.getLogger("course.tpu.recorder")
 
 
@@ -164,8 +168,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # With some large batches libtpu 0.0.42.1 overflows the stacks of its threads, and ends the process. These are its
-    # own flags; a libtpu that lacks one ends the process, too, and names it. So nothing that imports this gets them.
-    stacks = "--xla_internal_thread_stack_size_bytes=16777216 --default_thread_stack_size=16777216"
-    os.environ.setdefault("LIBTPU_INIT_ARGS", f"{stacks} --fibers_default_thread_stack_size=16777216")
+    os.environ.setdefault("LIBTPU_INIT_ARGS", STACKS)
     sys.exit(main())

@@ -18,6 +18,7 @@ from typing import get_args, get_type_hints
 
 import jax
 
+from course.shardings import Collective, find_collectives
 from course.tpu.chips import CHIPS, Chip, find_chip, tpu_devices
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Report:
     compile_seconds: float  #: on the clock, whatever else the machine did
     date: str
     versions: dict[str, str]  #: see `versions`
+    collectives: tuple[Collective, ...] = ()  #: what devices exchange; in the body of a loop, once
 
     @property
     def fits(self) -> bool:
@@ -144,6 +146,9 @@ class Report:
                 f"{work.flops / 1e9:,.4g} GFLOP, a loop's body counted once\n{work.least_bytes / 1e6:,.4g} MB to move "
                 f"at least; {work.bytes_accessed / 1e6:,.4g} MB accessed, by the compiler's estimate\n{self.times}"
             )
+        if self.collectives:
+            exchanged = (f"{collective.kind} of {collective.bytes:,} bytes" for collective in self.collectives)
+            blocks.append(f"Devices exchange: {', '.join(exchanged)}")
         return "\n\n".join([*blocks, self.origin])
 
 
@@ -195,6 +200,7 @@ def ask_compiler(function: Callable, *arguments, chip: str = "v5e") -> Report:
         raise ValueError("A Python number is among the arguments: give jax.ShapeDtypeStruct((), dtype) in its place.")
     log.info("compiling %s …", getattr(function, "__name__", "a program"))
     start, memory, work, message = time.monotonic(), None, None, ""
+    collectives = ()
     try:
         with tempfile.TemporaryDirectory() as dump:
             compiled = lowered.compile(compiler_options={"xla_dump_to": dump})
@@ -213,9 +219,10 @@ def ask_compiler(function: Callable, *arguments, chip: str = "v5e") -> Report:
         flops, accessed = cost.get("flops", 0.0), cost.get("bytes accessed", 0.0)  # absent if there are none
         least = min(read + written, int(accessed))  # of a table that is looked up, only some rows are accessed
         work = Work(flops, accessed, least)
+        collectives = tuple(find_collectives(compiled))
     ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves hundreds of MB to the C library, which keeps them otherwise
     seconds, date = round(time.monotonic() - start, 1), datetime.datetime.now(datetime.UTC).date().isoformat()
-    return Report(find_chip(chip), memory, work, message, seconds, date, versions())
+    return Report(find_chip(chip), memory, work, message, seconds, date, versions(), collectives)
 
 
 def _shape_of(leaf):

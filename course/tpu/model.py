@@ -5,22 +5,29 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from course.tpu.chips import tpu_devices
 from course.tpu.compiler import Part, Report, Times, ask_compiler, find_times, from_json
 from helpers.places import find_data
-from stable_diffusion import Config, encode_prompts, parameter_shapes, read_config
+from stable_diffusion import Config, encode_prompts, generate, parameter_shapes, read_config
 from stable_diffusion.layers import Shapes
+from stable_diffusion.pipeline import pair, unpair
 from stable_diffusion.samplers import SAMPLERS
 from stable_diffusion.unet import Block, Condition, blocks, read_text, transformer, unet
 from stable_diffusion.vae import decode
 
 CONFIGURATIONS = Path(__file__).with_name("configurations")
 PIECES = ("text encoders", "denoising step", "decoder")
+SHARED, WHOLE = "denoising step shared by two chips", "whole program"
 log = logging.getLogger(__name__)
 
 
@@ -78,37 +85,60 @@ def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def take_apart(drawing: Drawing) -> dict[str, Piece]:
-    """The text encoders, a denoising step and the decoder, as ``stable_diffusion.generate`` runs them."""
-    config, batch = load_config(drawing.model), drawing.batch
-    params, attention, latents = parameter_shapes(config, jnp.bfloat16), drawing.attention, config.unet.in_channels
+    """The text encoders, a denoising step and the decoder, as ``stable_diffusion.generate`` runs them.
+
+    And `SHARED`, the same step with one half of guidance on each of two chips; and `WHOLE`, all of it as one program.
+    """
+    config, batch, attention = load_config(drawing.model), drawing.batch, drawing.attention
+    params, number, integer = parameter_shapes(config, jnp.bfloat16), array(dtype=jnp.float32), array(dtype=jnp.int32)
     usual, scale = config.unet.sample_size * config.pixels_per_latent, config.pixels_per_latent
-    latents = array(
-        batch, *((side or usual) // scale for side in (drawing.height, drawing.width)), latents, dtype=jnp.float32
-    )
-    sampler, number = SAMPLERS[config.schedule.sampler], array(dtype=jnp.float32)
+    height, width = (side or usual for side in (drawing.height, drawing.width))
+    latents = array(batch, height // scale, width // scale, config.unet.in_channels, dtype=jnp.float32)
+    sampler = SAMPLERS[config.schedule.sampler]
 
     def encode(params, ids, negative_ids):
-        pairs = zip(*(encode_prompts(params, config, i) for i in (negative_ids, ids)), strict=True)
-        return read_text(params["unet"], config.unet, *map(jnp.concatenate, pairs), jnp.zeros(6))
+        negative, positive = (encode_prompts(params, config, i) for i in (negative_ids, ids))
+        return read_text(params["unet"], config.unet, *map(pair, negative, positive), jnp.zeros(6))
 
-    def denoise(p, condition, guidance, i, latents, memory):
+    def denoise(p, condition, guidance, i, latents, memory, axis=None):
         point = sampler.point(config.schedule, drawing.steps, i)
-        output = unet(p, config.unet, jnp.concatenate([latents] * 2), point.timestep, condition, attention)
-        without, with_prompt = jnp.split(output.astype(jnp.float32), 2)
+        if axis:  # this device's half, and then both devices' answers
+            mine = jax.tree.map(lambda part: unpair(part)[jax.lax.axis_index(axis)], condition)
+            output = unet(p, config.unet, latents, point.timestep, mine, attention)
+            without, with_prompt = jax.lax.all_gather(output.astype(jnp.float32), axis)
+        else:
+            output = unet(p, config.unet, pair(latents, latents), point.timestep, condition, attention)
+            without, with_prompt = unpair(output.astype(jnp.float32))
         output = without + guidance * (with_prompt - without)
         return sampler.step(config.schedule, latents, output, point, i, drawing.steps - 1, memory)
 
     def draw(p, latents):
         return decode(p, config.vae, latents, attention)
 
+    def draw_all(params, ids, negative_ids, latents, steps, guidance):
+        size = {"height": height, "width": width}
+        return generate(params, config, ids, None, negative_ids, steps, guidance, latents, attention=attention, **size)
+
     ids = array(batch, len(config.text), config.text[0].max_position_embeddings, dtype=jnp.int32)
     condition, memory = jax.eval_shape(encode, params, ids, ids), jax.eval_shape(sampler.memory, latents)
-    step = params["unet"], condition, number, array(dtype=jnp.int32), latents, memory
-    return {
-        PIECES[0]: Piece(PIECES[0], 1, encode, (params, ids, ids)),
-        PIECES[1]: Piece(PIECES[1], drawing.steps, denoise, step),
-        PIECES[2]: Piece(PIECES[2], 1, draw, (params["vae"], latents)),
-    }
+    step = params["unet"], condition, number, integer, latents, memory
+    pieces = [
+        Piece(PIECES[0], 1, encode, (params, ids, ids)),
+        Piece(PIECES[1], drawing.steps, denoise, step),
+        Piece(PIECES[2], 1, draw, (params["vae"], latents)),
+        Piece(SHARED, drawing.steps, partial(denoise, axis="half"), step),
+        Piece(WHOLE, 1, draw_all, (params, ids, None if config.is_xl else ids, latents, integer, number)),
+    ]
+    return {piece.name: piece for piece in pieces}
+
+
+def share(piece: Piece, chip: str) -> Piece:
+    """A piece with an axis ``half`` as a program for two chips, each of which has all of its arguments."""
+    mesh = Mesh(np.array(tpu_devices(chip, 4)[:2]), ("half",))
+    function = jax.shard_map(piece.function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    placed = NamedSharding(mesh, P())
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), piece.arguments)
+    return piece._replace(function=function, arguments=arguments)
 
 
 def take_transformer(drawing: Drawing, channels: int) -> Piece:
@@ -156,5 +186,7 @@ def find_recorded(drawing: Drawing) -> Times | None:
 def ask(drawing: Drawing, piece: Piece) -> Answer:
     """Ask the compiler about a piece. A real model's denoising step takes it about ten minutes."""
     log.info("%s of %s", piece.name, dataclasses.asdict(drawing))
+    if piece.name == SHARED:
+        piece = share(piece, drawing.chip)
     report = ask_compiler(piece.function, *piece.arguments, chip=drawing.chip)
     return Answer(drawing, piece.name, piece.runs, report)
