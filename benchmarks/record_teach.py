@@ -67,6 +67,8 @@ def train(folder: Path, seed: int) -> dict:
     """Run the command, and say how long it took, and how many bytes it wrote."""
     command = [sys.executable, "-m", "course.teach", folder / "new", folder / f"{seed}.safetensors"]
     command += ["--rehearse", folder / "old", *OPTIONS, "--seed", str(seed)]
+    for file in folder.glob(f"{seed}.*"):  # of an interrupted run, whose seconds nobody knows
+        shutil.rmtree(file) if file.is_dir() else file.unlink()
     load, start, before = os.getloadavg()[0], time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(list(map(str, command)), cwd=ROOT, env=os.environ | {"TUTORIAL_DEVICES": "1"}, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -82,7 +84,7 @@ def train(folder: Path, seed: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where states and files are kept (default: a temporary one)")
+    parser.add_argument("--folder", type=Path, help="where files are kept (default: a temporary one)")
     parser.add_argument("--ship", action="store_true", help="replace the files in checkpoints/taught")
     parser.add_argument(
         "--time", action="store_true", help="only time the first seed again, on a machine that is quiet"
@@ -93,8 +95,6 @@ def main() -> None:
     scenes.write_folder(scenes.training_scenes(REHEARSED, REHEARSED_SEED), folder / "old")
     record = json.loads(TARGET.read_text()) if TARGET.exists() else {}
     if options.time:
-        for file in folder.glob("0.*"):
-            shutil.rmtree(file) if file.is_dir() else file.unlink()
         record["seeds"][0] |= train(folder, 0)
         write_json(TARGET, record)
         return
@@ -116,10 +116,13 @@ def main() -> None:
         record["seeds"].append({"seed": seed} | measured | score(file))
         print(record["seeds"][-1], flush=True)
         write_json(TARGET, record)
-        if options.ship and seed == 0:
-            SHIPPED.mkdir(exist_ok=True)
-            for source, name in ((file, f"{SHAPE}.safetensors"), (teach.word_file(file), f"{SHAPE}.word.safetensors")):
-                shutil.copyfile(source, SHIPPED / name)
+    if options.ship:
+        file = folder / "0.safetensors"
+        if not file.exists():
+            sys.exit(f"{file} is not there: give the --folder in which the first seed was trained.")
+        SHIPPED.mkdir(exist_ok=True)
+        for source, name in ((file, f"{SHAPE}.safetensors"), (teach.word_file(file), f"{SHAPE}.word.safetensors")):
+            shutil.copyfile(source, SHIPPED / name)
 
 
 if __name__ == "__main__":

@@ -48,9 +48,19 @@ LAYERS = {  # regular expressions for the names of the UNet's weights that get a
 }
 
 
+def check_at_least(low: float, **numbers: float) -> None:
+    """Raise ``ValueError`` if one of these numbers is lower."""
+    for name, number in numbers.items():
+        if number < low:
+            raise ValueError(f"{name} is {number}: choose {low} or more.")
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """How to train. Everything that makes a difference is in it, so that the same recipe gives the same numbers."""
+    """How to train. Everything that makes a difference is in it, so that the same recipe gives the same numbers.
+
+    Numbers that are too small, and layers that are not in ``LAYERS``, raise ``ValueError``.
+    """
 
     rank: int = 8  #: of the LoRA
     layers: str = "all"  #: a key of ``LAYERS``
@@ -64,10 +74,9 @@ class Recipe:
     checkpoint: bool = False  #: whether blocks are computed a second time, in place of remembering what was in them
 
     def __post_init__(self) -> None:
-        least = {"rank": 1, "steps": 1, "batch": 1, "rehearsed": 0, "rate": 0, "word_rate": 0, "dropped": 0}
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} is {getattr(self, name)}: choose {low} or more.")
+        check_at_least(1, rank=self.rank, batch=self.batch)
+        check_at_least(2, steps=self.steps)  # one to warm up
+        check_at_least(0, rehearsed=self.rehearsed, rate=self.rate, word_rate=self.word_rate, dropped=self.dropped)
         if self.rehearsed >= self.batch:
             raise ValueError(
                 f"{self.rehearsed} of {self.batch} examples in a step are rehearsed: leave some for the new."
@@ -79,19 +88,19 @@ class Recipe:
 class Data(NamedTuple):
     """Examples as the step reads them, the new ones first."""
 
-    latents: jax.Array  # (examples, height / 8, width / 8, 4)
-    ids: jax.Array  # of captions, (examples, text encoders, tokens)
-    empty: jax.Array  # of the empty caption, (1, text encoders, tokens)
-    new: jax.Array  # how many are new; the others are rehearsed
+    latents: jax.Array  # float32, (examples, height / 8, width / 8, 4)
+    ids: jax.Array  # of captions, int32, (examples, text encoders, tokens)
+    empty: jax.Array  # of the empty caption, int32, (1, text encoders, tokens)
+    new: jax.Array  # how many are new, int32, (); the others are rehearsed
 
 
 class State(NamedTuple):
-    """All that changes in training."""
+    """All that changes in training, in float32 but for the step."""
 
-    step: jax.Array  # how many were taken
-    trained: dict  # "lora": pairs by name for each part; "word": the new word's embedding, if there is one
-    moments: tuple  # Adam's
-    losses: jax.Array  # of all steps
+    step: jax.Array  # how many were taken, int32, ()
+    trained: dict  # "lora": pairs by name for each part; "word": the new word's embedding, (channels,), if there is one
+    moments: tuple  # Adam's, as optax keeps them
+    losses: jax.Array  # (steps,), zero for those to come
 
 
 def read_folder(folder: str | Path, height: int, width: int) -> tuple[np.ndarray, list[str]]:
@@ -152,16 +161,24 @@ def add_word(params: dict, config: Config, tokenize: Callable, word: str, like: 
 
     Without that, the tokenizer cuts a word that it does not know into pieces, which have meanings of their own.
 
+    Parameters
+    ----------
+    params, config, tokenize : dict, Config, callable
+        From ``stable_diffusion.load``.
+    word, like : str
+        One word, without signs; and some that the model knows.
+
     Returns
     -------
-    tuple
-        Parameters with one more row in the table of embeddings, the configuration for them, and a function from prompts
-        to token ids that knows the word.
+    tuple of dict, Config and callable
+        Parameters with one more row in the table of embeddings, (tokens of the vocabulary + 1, channels), the
+        configuration for them, and a function from prompts to token ids, int32, (prompts, 1, tokens), that knows the
+        word.
 
     Raises
     ------
     ValueError
-        If the model has two text encoders, or has the word already.
+        If the model has two text encoders, or has the word already, or it is no word.
     """
     if config.is_xl:
         raise ValueError(
@@ -198,7 +215,11 @@ def add_word(params: dict, config: Config, tokenize: Callable, word: str, like: 
 
 
 def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
-    """A pair of matrices beside each chosen weight. ``up`` is zero, so at first the product changes nothing."""
+    """A pair of matrices beside each chosen weight. ``up`` is zero, so at first the product changes nothing.
+
+    Beside a weight of (inputs, outputs), ``down`` is (inputs, rank) and ``up`` (rank, outputs), in float32. Beside a
+    convolution's, (height, width, inputs, outputs), they are (height, width, inputs, rank) and (1, 1, rank, outputs).
+    """
     chosen = [name for name in params["unet"] if re.fullmatch(LAYERS[recipe.layers], name)]
     random, pairs = np.random.default_rng(recipe.seed), {}
     for name in chosen:
@@ -209,7 +230,7 @@ def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
 
 
 def put_in(params: dict, trained: dict) -> dict:
-    """A model's parameters with what was trained beside and among them."""
+    """A model's parameters with what was trained beside and among them: pairs, and the last row of the embeddings."""
     params = attach(params, trained["lora"], 1.0)
     if "word" in trained:
         table = params["text_encoder"][EMBEDDINGS]
@@ -221,7 +242,8 @@ def put_in(params: dict, trained: dict) -> dict:
 def find_loss(trained: dict, params: dict, config: Config, recipe: Recipe, latents, ids, empty, timesteps, noise, real):
     """How wrong the model is about noise: the mean of squares, over those examples of a batch that are ``real``.
 
-    Latents and noise are (batch, height, width, 4), ids (batch, text encoders, tokens), the others (batch,).
+    Latents and noise are (batch, height / 8, width / 8, 4), in float32, and ids (batch, text encoders, tokens).
+    The others are (batch,): timesteps, int32; ``empty``, whether a caption is left out; ``real``, 1 or 0 in float32.
     """
     params = put_in(params, trained)
     context, pooled = sd.encode_prompts(params, config, ids)
@@ -243,7 +265,8 @@ def find_loss(trained: dict, params: dict, config: Config, recipe: Recipe, laten
 def draw_batch(key: jax.Array, config: Config, recipe: Recipe, data: Data, devices: int) -> tuple:
     """Choose a step's examples, timesteps and noise by its key, whatever the number of devices is.
 
-    If the devices do not divide the batch, it is filled up with examples that do not count.
+    If the devices do not divide the batch, it is filled up with examples that do not count. The arrays are what
+    ``find_loss`` takes after the recipe, in its order.
     """
     batch, new = recipe.batch, recipe.batch - recipe.rehearsed
     keys = jax.random.split(key, 6)
@@ -294,7 +317,7 @@ def compile_step(config: Config, recipe: Recipe, mesh: Mesh) -> Callable[[State,
 
 
 def begin(params: dict, recipe: Recipe, word: bool) -> State:
-    """The state before the first step. With ``word``, the last row of the embeddings is trained."""
+    """The state before the first step, on one device. With ``word``, the last row of the embeddings is trained, too."""
     trained = {"lora": start_lora(params, recipe)}
     if word:
         trained["word"] = jnp.float32(params["text_encoder"][EMBEDDINGS][-1])
@@ -302,31 +325,36 @@ def begin(params: dict, recipe: Recipe, word: bool) -> State:
 
 
 def make_data(params: dict, config: Config, tokenize: Callable, new: tuple, rehearsed: tuple | None = None) -> Data:
-    """Encode examples, once: what ``read_folder`` gives of the new ones, and of those to rehearse."""
-    images, captions = (list(new[0]), list(new[1]))
+    """Encode examples, once.
+
+    ``new`` and ``rehearsed`` are what ``read_folder`` gives: images from 0 to 1, float32, (images, height, width, 3),
+    and their captions. Latents are the mean of what the VAE's encoder says, times the VAE's scaling factor.
+    """
+    images, captions = list(new[0]), list(new[1])
     if rehearsed:
         images, captions = images + list(rehearsed[0]), captions + list(rehearsed[1])
     to_latents = jax.jit(lambda p, image: encode(p, config.vae, image[None])[0])
-    latents = np.concatenate(
-        [to_latents(params["vae"], image) for image in images]
-    )  # one at a time takes little memory
-    return Data(
-        jnp.asarray(latents), jnp.asarray(tokenize(captions)), jnp.asarray(tokenize([""])), jnp.int32(len(new[1]))
-    )
+    latents = np.concatenate([to_latents(params["vae"], image) for image in images])  # with little memory
+    ids, empty = jnp.asarray(tokenize(captions)), jnp.asarray(tokenize([""]))
+    return Data(jnp.asarray(latents), ids, empty, jnp.int32(len(new[1])))
 
 
 def describe(params: dict, recipe: Recipe, data: Data) -> dict:
     """What a saved state depends on: the recipe, and fingerprints of the model and of the examples."""
 
-    def fingerprint(arrays: dict) -> str:
+    def fingerprint(tree) -> str:
         digest = hashlib.sha256()
-        for name, value in sorted(arrays.items()):
-            digest.update(f"{name} {value.shape}".encode())
-            if value.ndim < 2 or name in Data._fields:  # of a model the biases and norms, which are different in each
-                digest.update(np.asarray(value, np.float32).tobytes())
+        for path, value in jax.tree.leaves_with_path(tree):
+            digest.update(f"{jax.tree_util.keystr(path)} {value.shape}".encode())
+            digest.update(np.asarray(value, np.float32).tobytes())
         return digest.hexdigest()[:16]
 
-    return dataclasses.asdict(recipe) | {"model": fingerprint(params["unet"]), "examples": fingerprint(data._asdict())}
+    @jax.jit
+    def first_outputs(model: dict) -> dict:  # of each layer, which is enough to tell models from each other
+        return jax.tree.map(lambda value: value[..., :1], model)
+
+    model = first_outputs({part: of for part, of in params.items() if part != "vae"})
+    return dataclasses.asdict(recipe) | {"model": fingerprint(model), "examples": fingerprint(data)}
 
 
 class Saver:
@@ -394,7 +422,13 @@ def take_steps(
         Stop earlier if that much time has passed.
     saver : Saver, optional
         Saves the state ``every`` so many steps, at the end, and when Ctrl-C is pressed.
+
+    Raises
+    ------
+    ValueError
+        If ``every`` is below 1.
     """
+    check_at_least(1, every=every)
     first, total = int(state.step), len(state.losses)
     last, start = min(total if until is None else until, total), time.monotonic()
     try:
@@ -444,11 +478,14 @@ def save_lora(file: str | Path, trained: dict, word: str | None = None, dtype=np
 
 
 def read_word(file: str | Path, params: dict, config: Config, tokenize: Callable) -> tuple[dict, Config, Callable]:
-    """Give a model the word of a LoRA: what ``add_word`` gives, with the embedding that was trained.
+    """Give a model the word of a LoRA: what ``add_word`` gives, with the embedding that was trained, (channels,).
 
     Raises ``FileNotFoundError`` or ``ValueError`` if the file is missing, damaged or for a different model.
     """
-    ((word, vector),) = map_safetensors(word_file(file)).items()
+    found = map_safetensors(word_file(file))
+    if len(found) != 1:
+        raise ValueError(f"{word_file(file)} has {len(found)} arrays: a word's embedding is one, which has its name.")
+    ((word, vector),) = found.items()
     width = params["text_encoder"][EMBEDDINGS].shape[1]
     if vector.shape != (width,):
         raise ValueError(f"{word_file(file)} has a vector of {vector.shape}, and this model's have {width} numbers.")

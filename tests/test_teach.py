@@ -203,7 +203,8 @@ BAD_COMMANDS = {
     "a rank of 0": (["--rank", "0"], "rank is 0: choose 1 or more"),
     "nothing new": (["--rehearsed", "8"], "8 of 8 examples in a step are rehearsed: leave some for the new"),
     "unknown layers": (["--layers", "text"], "There are no layers 'text': choose attention or all"),
-    "no step": (["--steps", "0"], "steps is 0: choose 1 or more"),
+    "one step": (["--steps", "1"], "steps is 1: choose 2 or more"),
+    "saving at no step": (["--save-every", "0"], "every is 0: choose 1 or more"),
     "a known word": (["--word", "heart"], "'heart' is no new word"),
     "two words": (["--word", "bow tie"], "'bow tie' is no new word"),
     "a word like nothing": (["--like", ""], "Give --word and --like together"),
@@ -225,8 +226,11 @@ def test_a_state_of_something_else_is_not_resumed(study, lesson, small, tmp_path
     with pytest.raises(ValueError, match="with rank = 2, and now it is 4: give what it was, or a different folder"):
         teach.Saver(tmp_path, teach.describe(lesson[0], dataclasses.replace(RECIPE, rank=4), lesson[2]))
     other, *_ = sd.load(SOURCE)
-    with pytest.raises(ValueError, match="saved with model = "):
-        teach.Saver(tmp_path, teach.describe(other, RECIPE, lesson[2]))
+    start = jax.tree.map(lambda up: up + 1e-3, teach.start_lora(lesson[0], RECIPE))
+    merged = lora.merge(lesson[0], {"unet": dict([*start["unet"].items()][:1])})
+    for different in (other, merged):
+        with pytest.raises(ValueError, match="saved with model = "):
+            teach.Saver(tmp_path, teach.describe(different, RECIPE, lesson[2]))
 
 
 def test_a_word_is_one_token_wherever_it_stands():
@@ -248,6 +252,9 @@ def test_a_word_is_one_token_wherever_it_stands():
 def test_the_word_of_a_different_model_is_refused(tmp_path):
     save_file({"bowtie": np.zeros(768, np.float32)}, tmp_path / "lora.word.safetensors")
     with pytest.raises(ValueError, match=r"has a vector of \(768,\), and this model's have 64 numbers"):
+        teach.read_word(tmp_path / "lora.safetensors", *sd.load(SOURCE))
+    save_file({word: np.zeros(64, np.float32) for word in ("bowtie", "house")}, tmp_path / "lora.word.safetensors")
+    with pytest.raises(ValueError, match="has 2 arrays: a word's embedding is one, which has its name"):
         teach.read_word(tmp_path / "lora.safetensors", *sd.load(SOURCE))
 
 
