@@ -5,7 +5,7 @@ BIN := .venv/bin
 CHAPTERS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-matrix lab docs workshop translations checkpoints lock outdated audit publish tpu-report clean
+.PHONY: help run test test-site test-matrix lab docs workshop translations checkpoints lock outdated audit publish tpu-report clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,10 +22,13 @@ help:  ## list these commands
 run: .venv/installed  ## execute the chapters, and show their pictures on a page (CHAPTERS=notebooks/04_*.ipynb for some)
 	@$(BIN)/python -m tools.run_chapters $(CHAPTERS)
 
-test: .venv/installed  ## check the code and the notebooks, and run every test
+test: .venv/installed  ## check the code and the notebooks, and run the tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/python -m pytest
+
+test-site: .venv/installed  ## build the site, and look at it and at JupyterLab in a browser
+	@$(BIN)/python -m pytest --site
 
 test-matrix: .venv/installed  ## run the tests of executed chapters on Colab's packages, and on the other Pythons
 	@$(BIN)/python -m pytest --matrix tests/test_execution.py

@@ -29,8 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 # What the person who runs the tests has set would change what they test.
 for variable in list(os.environ):
-    if variable.startswith(("COLAB_", "HF_", "JAX_", "KAGGLE_", "TUTORIAL_")):
+    if variable.startswith(("COLAB_", "HF_", "JAX_", "KAGGLE_", "TUTORIAL_", "XLA_")):
         del os.environ[variable]
+# XLA's programs for a CPU are compiled in half of the time, and slower. The chapters do without.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 helpers.simulate_devices(8)
 # What one test compiles, others need not. The chapters do without: they show what compiling costs.
 CACHE = tempfile.TemporaryDirectory(prefix="programs-")
@@ -42,11 +44,17 @@ transformers.logging.set_verbosity_error()
 
 def pytest_addoption(parser):
     parser.addoption("--matrix", action="store_true", help="execute the chapters on all runtimes but this one")
+    parser.addoption("--site", action="store_true", help="run the tests of the site and of JupyterLab, and no others")
 
 
-def pytest_collection_modifyitems(items):
-    """What looks at executed chapters comes late, for they run beside other tests. What looks at the site is last."""
-    items.sort(key=lambda item: 2 * ("site" in item.fixturenames) + ("executed" in item.fixturenames))
+def pytest_collection_modifyitems(config, items):
+    """What looks at executed chapters comes last, for they run beside other tests. ``make test-site`` has its own."""
+    chosen, others = [], []
+    for item in items:
+        of_site = bool({"site", "lab"} & set(item.fixturenames))
+        (chosen if of_site == config.getoption("site") else others).append(item)
+    items[:] = sorted(chosen, key=lambda item: "executed" in item.fixturenames)
+    config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session", autouse=True)

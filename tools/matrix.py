@@ -103,7 +103,8 @@ class Execution:
         command = [*without_network, sys.executable, "-m", "tools.run_chapters", *chapters]
         command += ["--to", runtime.executed, "--python", python, "--timeout", "600"]
         environment = os.environ | runtime.environment | {"TUTORIAL_DEVICES": str(runtime.devices)}
-        environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # the tests' own
+        for variable in ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS"):  # the tests' own
+            environment.pop(variable, None)
         if not here:
             # The course and libtpu are those installed there; importing jax has set the second variable to libtpu here.
             for variable in ("PYTHONPATH", "TPU_LIBRARY_PATH"):
