@@ -21,6 +21,7 @@ SOURCES = {"en": "source", TRANSLATION: f"source-{TRANSLATION}"}
 WORDS = {
     "en": {
         "name": "English",
+        "title": "Stable Diffusion in JAX",
         "elsewhere": "This chapter elsewhere",
         "download": "Download .ipynb",
         "open in": "Open in",
@@ -30,6 +31,7 @@ WORDS = {
     },
     TRANSLATION: {
         "name": "中文",
+        "title": "用 JAX 运行 Stable Diffusion",
         "elsewhere": "在别处打开本章",
         "download": "下载 .ipynb",
         "open in": "前往",
@@ -47,7 +49,7 @@ WORDS = {
 REPOSITORY = publish.stamped_repository()
 PUBLISHED = not REPOSITORY.startswith("OWNER/")
 
-project = "Stable Diffusion in JAX"
+project = WORDS["en"]["title"]
 author = "the course's authors"
 project_copyright = "2026, the course's authors. Apache License 2.0"
 language = LANGUAGE.replace("-", "_")
@@ -98,7 +100,7 @@ intersphinx_mapping = {
 }
 
 html_theme = "pydata_sphinx_theme"
-html_title = project
+html_title = WORDS[LANGUAGE]["title"]
 html_favicon = "_static/favicon.svg"
 html_context = {"default_mode": "auto", "words": WORDS[LANGUAGE]}
 html_static_path = ["_static"]
