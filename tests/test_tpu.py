@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import record_tpu
 from course import tpu
-from course.tpu import chips, compiler, pipelines, reports
+from course.tpu import chips, compiler, model, pipelines, reports
 from course.tpu.__main__ import main, parse_shape
 from course.tpu.pipelines import Program, load_shapes, take_apart, tree_bytes
 
@@ -689,3 +689,13 @@ def test_the_recorder_writes_each_answer_and_goes_on_after_a_program_that_fails(
     assert {file.stem for file in tmp_path.iterdir()} == names
     content = json.loads((tmp_path / "sdxl-bfloat16-v6e.json").read_text())
     assert reports.from_json(reports.PipelineReport, content).largest_batch == found
+
+
+@needs_compiler
+def test_two_chips_that_share_a_step_exchange_answers_and_nothing_else():
+    """The bundled model's, as it is recorded for Stable Diffusion XL in ``benchmarks/faster.json``."""
+    drawing = model.Drawing("shapes-sd")
+    report = model.ask(drawing, model.take_apart(drawing)[model.SHARED]).report
+    (exchanged,) = report.collectives
+    assert (exchanged.kind, exchanged.bytes) == ("all-gather", 2 * 8 * 8 * 4 * 4)
+    assert "Devices exchange: all-gather of 2,048 bytes" in str(report)
