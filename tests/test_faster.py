@@ -16,7 +16,16 @@ from jax.sharding import PartitionSpec as P
 import stable_diffusion as sd
 from benchmarks import record_cpu, record_faster, record_steps
 from course import measure
-from course.tpu.model import Drawing, find_recorded, load_config, recorded_answers, take_apart, take_transformer
+from course.tpu.model import (
+    SHARED,
+    WHOLE,
+    Drawing,
+    find_recorded,
+    load_config,
+    recorded_answers,
+    take_apart,
+    take_transformer,
+)
 from stable_diffusion import pipeline
 from stable_diffusion.samplers import SAMPLERS
 
@@ -109,7 +118,9 @@ def test_the_best_setting_is_the_least_work_at_an_equal_score():
 
 def test_the_pieces_of_a_drawing_fit_together():
     pieces = take_apart(Drawing("shapes-sd"))
+    del pieces[SHARED]  # needs chips
     shapes = {name: jax.eval_shape(piece.function, *piece.arguments) for name, piece in pieces.items()}
+    assert shapes[WHOLE].shape == (1, 64, 64, 3)
     assert jax.tree.leaves(shapes["denoising step"])[0].shape == (1, 8, 8, 4)
     assert shapes["decoder"].shape == (1, 64, 64, 3)
     layer = take_transformer(Drawing("sd", height=512, width=768), 640)
@@ -132,7 +143,12 @@ def test_no_question_is_asked_twice(capsys):
     questions = record_faster.questions()
     assert len(questions) == len(set(questions))
     record_faster.main(["--list", "--to", "nowhere.json"])
-    assert len(capsys.readouterr().out.splitlines()) == len(questions)
+    assert len(capsys.readouterr().out.splitlines()) == len(questions) + len(record_faster.LARGEST)
+
+
+def test_all_questions_are_answered(capsys):
+    record_faster.main(["--list"])
+    assert capsys.readouterr().out == "Nothing is left.\n"
 
 
 def test_the_weights_for_pytorch_are_the_bundled_ones(tmp_path):

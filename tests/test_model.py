@@ -37,8 +37,6 @@ from training import pytorch_reference as reference
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDANCE = 3.0
-# A program here runs for a second. So it is compiled with few optimizations, in half of the time.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +65,7 @@ def compile_drawing(model, recorded, any_sampler):
             inputs = ids, jax.random.key(0), empty, steps, GUIDANCE, latents
             return generate(params, config, *inputs, sampler="any")
 
-    program = jax.jit(draw_any, compiler_options=QUICK).lower(params, 0, 1).compile()
+    program = jax.jit(draw_any).lower(params, 0, 1).compile()
     return lambda sampler: np.asarray(program(params, list(SAMPLERS).index(sampler), reference.STEPS[sampler]))
 
 
@@ -98,7 +96,7 @@ def flax_images(load, checkpoint, recorded):
         # Of itself the pipeline of Stable Diffusion 1 gives Euler the noise of timestep 999, wherever its steps begin.
         state = pipeline.scheduler.set_timesteps(pipeline.scheduler.create_state(), steps)
         inputs = ids, params | {"scheduler": state}, None, steps, side, side, GUIDANCE, latents
-        program = jax.jit(lambda *inputs: pipeline._generate(*inputs), static_argnums=(3, 4, 5), compiler_options=QUICK)
+        program = jax.jit(lambda *inputs: pipeline._generate(*inputs), static_argnums=(3, 4, 5))
         found[sampler] = np.asarray(program(*inputs))
     return found
 
@@ -142,7 +140,7 @@ SMALL = Config(
 )
 IDS, NEGATIVE = np.arange(8 * 7).reshape(8, 1, 7), np.full((1, 1, 7), 98)
 KEYS = jax.random.split(jax.random.key(0), 8)
-program = jax.jit(generate, static_argnames=STATIC, compiler_options=QUICK)
+program = jax.jit(generate, static_argnames=STATIC)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +176,7 @@ def draw_on(small):
         specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
         function = jax.shard_map(draw, mesh=mesh, **specs, check_vma=False) if mapped else draw
         inputs = jax.device_put(small, whole), *jax.device_put((IDS[:devices], KEYS[:devices]), split)
-        compiled = jax.jit(function, compiler_options=QUICK).lower(*inputs).compile()
+        compiled = jax.jit(function).lower(*inputs).compile()
         return np.asarray(compiled(*inputs)), count_collectives(compiled)
 
     return draw_on

@@ -33,8 +33,6 @@ SOURCES = {name: Path(bundled_checkpoint(name).source) for name in ("shapes-sd",
 STEMS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model"}
 # How diffusers saved the bundled models, and the numbers' dtype.
 KINDS = {"one file": np.float32, "variant fp16 in several files": np.float16}
-# A program here runs for a second. So it is compiled with few optimizations, in half of the time.
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +239,7 @@ def draw(models, loras, recorded):
         key = jax.random.key(0)
         return sd.generate(params, config, ids, key, empty, 10, 3.0, latents, sampler="ddim")
 
-    compiled = jax.jit(program, static_argnums=1, compiler_options=QUICK)
+    compiled = jax.jit(program, static_argnums=1)
 
     def draw(model, params, scales):
         _, config, tokenize = models[model]
@@ -340,7 +338,7 @@ def draw_over(chapter, models, recorded, any_sampler):
         with any_sampler(which, CAN_START_LATE):
             return chapter["redraw"](params, config, *inputs, sampler="any", **settings)
 
-    compiled = jax.jit(program, static_argnums=1, compiler_options=QUICK)
+    compiled = jax.jit(program, static_argnums=1)
 
     def draw_over(model, kind, sampler, strength):
         params, config, tokenize = models[model]
@@ -357,7 +355,7 @@ def draw_over(chapter, models, recorded, any_sampler):
     return draw_over
 
 
-@functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnums=1)
 def there_and_back(params, config, pictures):
     return vae.decode(params, config, vae.encode(params, config, pictures)[0])
 
