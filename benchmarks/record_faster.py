@@ -51,7 +51,7 @@ def take(drawing: Drawing, name: str) -> Piece:
 def is_found(answers: tuple[Answer, ...], chip: str) -> bool:
     """Whether the largest batch on a chip is known: one that fits, and the next one, which does not."""
     fits = {a.drawing.batch: a.report.fits for a in answers if (a.piece, a.drawing.chip) == (WHOLE, chip)}
-    return any(fits[batch] and fits.get(batch + 1) is False for batch in fits)
+    return any(fits.get(batch, batch == 0) and fits.get(batch + 1) is False for batch in (0, *fits))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,8 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, default=TARGET, help="the file of answers (%(default)s)")
     parser.add_argument("--start", type=int, help="the batch to begin searches with")
     options = parser.parse_args(arguments)
+    if options.start is not None and options.start < 1:
+        parser.error(f"--start is {options.start}, and has to be 1 or more")
 
-    def read() -> tuple[Answer, ...]:  # anew for each question: two recorders may run at once
+    def read() -> tuple[Answer, ...]:  # anew for each question: two recorders may run at once, if --only differs
         return from_json(Answer, json.loads(options.to.read_text())) if options.to.exists() else ()
 
     known = [(answer.drawing, answer.piece) for answer in read()]

@@ -67,7 +67,7 @@ def train(folder: Path, seed: int) -> dict:
     """Run the command, and say how long it took, and how many bytes it wrote."""
     command = [sys.executable, "-m", "course.teach", folder / "new", folder / f"{seed}.safetensors"]
     command += ["--rehearse", folder / "old", *OPTIONS, "--seed", str(seed)]
-    for file in folder.glob(f"{seed}.*"):  # of an interrupted run, whose seconds nobody knows
+    for file in folder.glob(f"{seed}.*"):  # left by an interrupted run: its seconds would be missing
         shutil.rmtree(file) if file.is_dir() else file.unlink()
     load, start, before = os.getloadavg()[0], time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run(list(map(str, command)), cwd=ROOT, env=os.environ | {"TUTORIAL_DEVICES": "1"}, check=True)

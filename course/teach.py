@@ -75,7 +75,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_at_least(1, rank=self.rank, batch=self.batch)
-        check_at_least(2, steps=self.steps)  # one to warm up
+        check_at_least(2, steps=self.steps)  # the first has a rate of 0, and optax needs one more
         check_at_least(0, rehearsed=self.rehearsed, rate=self.rate, word_rate=self.word_rate, dropped=self.dropped)
         if self.rehearsed >= self.batch:
             raise ValueError(
@@ -95,7 +95,7 @@ class Data(NamedTuple):
 
 
 class State(NamedTuple):
-    """All that changes in training, in float32 but for the step."""
+    """All that changes in training, in float32, but for counts of steps."""
 
     step: jax.Array  # how many were taken, int32, ()
     trained: dict  # "lora": pairs by name for each part; "word": the new word's embedding, (channels,), if there is one
@@ -166,7 +166,7 @@ def add_word(params: dict, config: Config, tokenize: Callable, word: str, like: 
     params, config, tokenize : dict, Config, callable
         From ``stable_diffusion.load``.
     word, like : str
-        One word, without signs; and some that the model knows.
+        A new word, of letters and digits; and words that the model knows.
 
     Returns
     -------
@@ -230,7 +230,7 @@ def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
 
 
 def put_in(params: dict, trained: dict) -> dict:
-    """A model's parameters with what was trained beside and among them: pairs, and the last row of the embeddings."""
+    """A model's parameters with what was trained: pairs beside weights, and the last row of the embeddings."""
     params = attach(params, trained["lora"], 1.0)
     if "word" in trained:
         table = params["text_encoder"][EMBEDDINGS]
@@ -317,7 +317,10 @@ def compile_step(config: Config, recipe: Recipe, mesh: Mesh) -> Callable[[State,
 
 
 def begin(params: dict, recipe: Recipe, word: bool) -> State:
-    """The state before the first step, on one device. With ``word``, the last row of the embeddings is trained, too."""
+    """The state before the first step, not yet placed on devices.
+
+    With ``word``, the last row of the embeddings is trained, too.
+    """
     trained = {"lora": start_lora(params, recipe)}
     if word:
         trained["word"] = jnp.float32(params["text_encoder"][EMBEDDINGS][-1])
@@ -334,13 +337,16 @@ def make_data(params: dict, config: Config, tokenize: Callable, new: tuple, rehe
     if rehearsed:
         images, captions = images + list(rehearsed[0]), captions + list(rehearsed[1])
     to_latents = jax.jit(lambda p, image: encode(p, config.vae, image[None])[0])
-    latents = np.concatenate([to_latents(params["vae"], image) for image in images])  # with little memory
+    latents = np.concatenate([to_latents(params["vae"], image) for image in images])  # one by one: little memory
     ids, empty = jnp.asarray(tokenize(captions)), jnp.asarray(tokenize([""]))
     return Data(jnp.asarray(latents), ids, empty, jnp.int32(len(new[1])))
 
 
 def describe(params: dict, recipe: Recipe, data: Data) -> dict:
-    """What a saved state depends on: the recipe, and fingerprints of the model and of the examples."""
+    """What a saved state depends on: the recipe, and fingerprints of the model and of the examples.
+
+    The VAE's work is in the examples.
+    """
 
     def fingerprint(tree) -> str:
         digest = hashlib.sha256()
@@ -350,7 +356,7 @@ def describe(params: dict, recipe: Recipe, data: Data) -> dict:
         return digest.hexdigest()[:16]
 
     @jax.jit
-    def first_outputs(model: dict) -> dict:  # of each layer, which is enough to tell models from each other
+    def first_outputs(model: dict) -> dict:  # of each layer, to be quick: in nearly every other model these differ
         return jax.tree.map(lambda value: value[..., :1], model)
 
     model = first_outputs({part: of for part, of in params.items() if part != "vae"})
@@ -478,13 +484,16 @@ def save_lora(file: str | Path, trained: dict, word: str | None = None, dtype=np
 
 
 def read_word(file: str | Path, params: dict, config: Config, tokenize: Callable) -> tuple[dict, Config, Callable]:
-    """Give a model the word of a LoRA: what ``add_word`` gives, with the embedding that was trained, (channels,).
+    """Give a model the word of a LoRA: what ``add_word`` gives, with the embedding that was trained.
 
-    Raises ``FileNotFoundError`` or ``ValueError`` if the file is missing, damaged or for a different model.
+    The file holds one vector, (channels,). ``FileNotFoundError`` or ``ValueError`` if it is missing, damaged or for a
+    different model.
     """
     found = map_safetensors(word_file(file))
     if len(found) != 1:
-        raise ValueError(f"{word_file(file)} has {len(found)} arrays: a word's embedding is one, which has its name.")
+        raise ValueError(
+            f"{word_file(file)} has {len(found)} arrays: give one with one array, the embedding, named by its word."
+        )
     ((word, vector),) = found.items()
     width = params["text_encoder"][EMBEDDINGS].shape[1]
     if vector.shape != (width,):
@@ -526,6 +535,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def teach(options: argparse.Namespace, recipe: Recipe) -> None:
     """What the command does."""
+    check_at_least(1, save_every=options.save_every)
     if bool(options.word) != bool(options.like):
         raise ValueError("Give --word and --like together: the new word, and what it may mean at first.")
     params, config, tokenize = sd.load(options.model or bundled_checkpoint("shapes-sd").source, options.dtype)

@@ -74,7 +74,7 @@ def generate(
         Of the images in pixels, by default as in training.
     guided : bool or str
         Without guidance a step is half of the work. Inside ``jax.shard_map`` this may name an axis of two devices, of
-        which each does one half: the same images in half of the time.
+        which each does one half of the UNet's operations: the same images in less time.
     """
     side = config.unet.sample_size * config.pixels_per_latent
     height, width = (side if size is None else size for size in (height, width))

@@ -31,7 +31,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 for variable in list(os.environ):
     if variable.startswith(("COLAB_", "HF_", "JAX_", "KAGGLE_", "TUTORIAL_", "XLA_")):
         del os.environ[variable]
-# XLA's programs for a CPU are compiled in half of the time, and slower. The chapters do without.
+# XLA's programs for a CPU compile in half of the time, and then run more slowly. The chapters do without.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 helpers.simulate_devices(8)
 # What one test compiles, others need not. The chapters do without: they show what compiling costs.
@@ -48,7 +48,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What looks at executed chapters comes last, for they run beside other tests. ``make test-site`` has its own."""
+    """What looks at executed chapters comes last, for they run beside others. Only --site runs tests of the site."""
     chosen, others = [], []
     for item in items:
         of_site = bool({"site", "lab"} & set(item.fixturenames))
@@ -155,7 +155,7 @@ def serve():
 @pytest.fixture(scope="session")
 def site():
     """The site's pages, built from the chapters as an earlier test or `make run` executed them."""
-    subprocess.run([sys.executable, "-m", "tools.build_site"], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tools.build_site"], cwd=ROOT, check=True, env=matrix.without_tests_own())
     return ROOT / "build" / "site" / "html"
 
 
@@ -213,6 +213,7 @@ def without_network():
 
     def run(command, check=True, **options):
         outer = [sys.executable, "-m", "tools.offline", *command]
+        options = {"env": matrix.without_tests_own()} | options
         result = subprocess.run(outer, capture_output=True, cwd=ROOT, **options)
         assert result.returncode == 0 or not check, result.stdout.decode()[-3000:] + result.stderr.decode()[-3000:]
         return result

@@ -1,7 +1,6 @@
 """The site and JupyterLab as people see them: in Chromium, which .ci/run installs."""
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import psutil
 import pytest
 from playwright.sync_api import expect
 
-from tools import memory
+from tools import matrix, memory
 
 ROOT = Path(__file__).resolve().parents[1]
 PHONE = {"width": 390, "height": 844}
@@ -222,7 +221,9 @@ def lab(tmp_path_factory, like_the_hub):
     environment = {f"JUPYTER_{name}_DIR": str(folder / name) for name in ("CONFIG", "RUNTIME")}
     environment |= {"JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"), "TUTORIAL_CHECKPOINT": str(like_the_hub)}
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, cwd=folder, env=matrix.without_tests_own() | environment, stdout=log, stderr=log
+        )
     address = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 120

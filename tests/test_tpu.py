@@ -698,4 +698,4 @@ def test_two_chips_that_share_a_step_exchange_answers_and_nothing_else():
     report = model.ask(drawing, model.take_apart(drawing)[model.SHARED]).report
     (exchanged,) = report.collectives
     assert (exchanged.kind, exchanged.bytes) == ("all-gather", 2 * 8 * 8 * 4 * 4)
-    assert "Devices exchange: all-gather of 2,048 bytes" in str(report)
+    assert "Devices exchange 2,048 bytes: 1 × all-gather" in str(report)

@@ -1,6 +1,7 @@
 """The page of messages: each is said somewhere, and whatever a helper raises is on it."""
 
 import ast
+import functools
 import json
 import re
 from pathlib import Path
@@ -68,6 +69,7 @@ RAISING = sorted(file for folder in ("helpers", "course") for file in (ROOT / fo
 OWN = {text for file in (*RAISING, *(ROOT / "tools").glob("*.py")) for text in texts(file)}
 
 
+@functools.cache
 def others() -> str:
     """What else a reader sees: chapters and their errors, and where JAX says what it found."""
     chapters = [json.loads(file.read_text()) for file in (ROOT / "notebooks").glob("*.ipynb")]
@@ -77,6 +79,7 @@ def others() -> str:
     return plain("\n".join([*prose, re.sub(r"\"\s*\n\s*f?\"", "", jax_says)]))
 
 
+@functools.cache
 def printed_by_chapters() -> str:
     """What chapters print, among it the errors that they catch."""
     chapters = [nbformat.read(file, as_version=4) for file in build_site.EXECUTED.glob("*.ipynb")]
@@ -84,9 +87,21 @@ def printed_by_chapters() -> str:
     return plain("\n".join(output.get("text", "") for output in outputs))
 
 
-@pytest.mark.parametrize("message", listed())
-def test_a_listed_message_is_said_somewhere(message, site):
-    assert any(fits(message, text) for text in OWN) or fits(message, others()) or fits(message, printed_by_chapters())
+def is_written_somewhere(message: str) -> bool:
+    """Whether a message stands in a text of the code, or in what `others` gives."""
+    return any(fits(message, text) for text in OWN) or fits(message, others())
+
+
+WRITTEN = {message: is_written_somewhere(message) for message in listed()}
+
+
+def test_most_listed_messages_are_written_somewhere():
+    assert sum(WRITTEN.values()) > 0.8 * len(WRITTEN)
+
+
+@pytest.mark.parametrize("message", [message for message, written in WRITTEN.items() if not written])
+def test_other_listed_messages_are_printed_by_a_chapter(message, site):
+    assert fits(message, printed_by_chapters())
 
 
 @pytest.mark.parametrize("file", RAISING, ids=lambda file: str(file.relative_to(ROOT)))

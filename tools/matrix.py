@@ -90,6 +90,11 @@ def make_environment(runtime: Runtime) -> Path:
     return python
 
 
+def without_tests_own() -> dict[str, str]:
+    """The environment without what tests set to compile less: chapters show what a reader's own machine does."""
+    return {name: value for name, value in os.environ.items() if name not in ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")}
+
+
 class Execution:
     """Chapters that are executed on a runtime, one after the other, in a process of their own.
 
@@ -102,9 +107,7 @@ class Execution:
         without_network = [sys.executable, "-m", "tools.offline"] if here and offline.why_not() is None else []
         command = [*without_network, sys.executable, "-m", "tools.run_chapters", *chapters]
         command += ["--to", runtime.executed, "--python", python, "--timeout", "600"]
-        environment = os.environ | runtime.environment | {"TUTORIAL_DEVICES": str(runtime.devices)}
-        for variable in ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS"):  # the tests' own
-            environment.pop(variable, None)
+        environment = without_tests_own() | runtime.environment | {"TUTORIAL_DEVICES": str(runtime.devices)}
         if not here:
             # The course and libtpu are those installed there; importing jax has set the second variable to libtpu here.
             for variable in ("PYTHONPATH", "TPU_LIBRARY_PATH"):

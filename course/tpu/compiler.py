@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,8 +148,10 @@ class Report:
                 f"at least; {work.bytes_accessed / 1e6:,.4g} MB accessed, by the compiler's estimate\n{self.times}"
             )
         if self.collectives:
-            exchanged = (f"{collective.kind} of {collective.bytes:,} bytes" for collective in self.collectives)
-            blocks.append(f"Devices exchange: {', '.join(exchanged)}")
+            kinds = Counter(collective.kind for collective in self.collectives)
+            total = sum(collective.bytes for collective in self.collectives)
+            counted = ", ".join(f"{number} × {kind}" for kind, number in kinds.items())
+            blocks.append(f"Devices exchange {total:,} bytes: {counted}")
         return "\n\n".join([*blocks, self.origin])
 
 
