@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
     """What looks at executed chapters comes last, for they run beside others. Only --site runs tests of the site."""
     chosen, others = [], []
     for item in items:
-        of_site = bool({"site", "lab"} & set(item.fixturenames))
+        of_site = bool({"site", "lab", "executed_again"} & set(item.fixturenames))
         (chosen if of_site == config.getoption("site") else others).append(item)
     items[:] = sorted(chosen, key=lambda item: "executed" in item.fixturenames)
     config.hook.pytest_deselected(items=others)
@@ -73,6 +73,8 @@ def execute(request):
 
     if matrix.HERE.name in wanted:
         execute(matrix.HERE)
+        if hasattr(os, "nice"):  # the chapters take longest, so other tests wait for them, and not they for other tests
+            os.nice(5)
     yield execute
     for execution in started.values():
         execution.stop()
