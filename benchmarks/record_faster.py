@@ -18,7 +18,7 @@ import jax
 from benchmarks.record_tpu import STACKS, largest_that_fits
 from course.tpu import tpu_devices
 from course.tpu.compiler import from_json, write_json
-from course.tpu.model import SHARED, WHOLE, Answer, Drawing, Piece, ask, take_apart, take_transformer
+from course.tpu.model import SHARED, WHOLE, Answer, Drawing, Piece, ask, take_apart, take_shared, take_transformer
 
 TARGET = Path(__file__).with_name("faster.json")
 SIZES = ((1024, 1024), (1280, 960), (1152, 896), (1216, 832), (1344, 768), (768, 768))
@@ -44,6 +44,8 @@ def questions() -> list[tuple[Drawing, str]]:
 
 def take(drawing: Drawing, name: str) -> Piece:
     """The piece of that name."""
+    if name == SHARED:
+        return take_shared(drawing)
     channels = name.removeprefix("transformer of ").removesuffix(" channels")
     return take_transformer(drawing, int(channels)) if channels.isdigit() else take_apart(drawing)[name]
 

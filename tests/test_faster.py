@@ -17,7 +17,6 @@ import stable_diffusion as sd
 from benchmarks import record_cpu, record_faster, record_steps
 from course import measure
 from course.tpu.model import (
-    SHARED,
     WHOLE,
     Drawing,
     find_recorded,
@@ -118,7 +117,6 @@ def test_the_best_setting_is_the_least_work_at_an_equal_score():
 
 def test_the_pieces_of_a_drawing_fit_together():
     pieces = take_apart(Drawing("shapes-sd"))
-    del pieces[SHARED]  # needs chips
     shapes = {name: jax.eval_shape(piece.function, *piece.arguments) for name, piece in pieces.items()}
     assert shapes[WHOLE].shape == (1, 64, 64, 3)
     assert jax.tree.leaves(shapes["denoising step"])[0].shape == (1, 8, 8, 4)

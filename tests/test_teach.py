@@ -30,7 +30,7 @@ from training import fidelity, scenes
 SOURCE = Path(bundled_checkpoint("shapes-sd").source)
 SHIPPED = SOURCE.parent / "taught" / "bowtie.safetensors"
 FIXTURES = Path(__file__).parent / "fixtures"
-RECIPE = teach.Recipe(rank=2, layers="attention", steps=4, batch=8, rehearsed=2, seed=3)
+RECIPE = teach.Recipe(rank=2, steps=4, batch=8, rehearsed=2, seed=3)
 WORD = ["--word", "bowtie", "--like", "star"]
 
 

@@ -695,7 +695,7 @@ def test_the_recorder_writes_each_answer_and_goes_on_after_a_program_that_fails(
 def test_two_chips_that_share_a_step_exchange_answers_and_nothing_else():
     """The bundled model's, as it is recorded for Stable Diffusion XL in ``benchmarks/faster.json``."""
     drawing = model.Drawing("shapes-sd")
-    report = model.ask(drawing, model.take_apart(drawing)[model.SHARED]).report
+    report = model.ask(drawing, model.take_shared(drawing)).report
     (exchanged,) = report.collectives
     assert (exchanged.kind, exchanged.bytes) == ("all-gather", 2 * 8 * 8 * 4 * 4)
     assert "Devices exchange 2,048 bytes: 1 × all-gather" in str(report)

@@ -5,7 +5,6 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,10 +83,11 @@ def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def take_apart(drawing: Drawing) -> dict[str, Piece]:
+def take_apart(drawing: Drawing, axis: str | None = None) -> dict[str, Piece]:
     """The text encoders, a denoising step and the decoder, as ``stable_diffusion.generate`` runs them.
 
-    And `SHARED`, the same step with one half of guidance on each of two chips; and `WHOLE`, all of it as one program.
+    And `WHOLE`, all of it as one program. With an axis of two devices, for ``jax.shard_map``, the step is that of a
+    device which does one half of guidance.
     """
     config, batch, attention = load_config(drawing.model), drawing.batch, drawing.attention
     params, number, integer = parameter_shapes(config, jnp.bfloat16), array(dtype=jnp.float32), array(dtype=jnp.int32)
@@ -100,7 +100,7 @@ def take_apart(drawing: Drawing) -> dict[str, Piece]:
         negative, positive = (encode_prompts(params, config, i) for i in (negative_ids, ids))
         return read_text(params["unet"], config.unet, *map(pair, negative, positive), jnp.zeros(6))
 
-    def denoise(p, condition, guidance, i, latents, memory, axis=None):
+    def denoise(p, condition, guidance, i, latents, memory):
         point = sampler.point(config.schedule, drawing.steps, i)
         if axis:  # this device's half, and then both devices' answers
             mine = jax.tree.map(lambda part: unpair(part)[jax.lax.axis_index(axis)], condition)
@@ -126,19 +126,19 @@ def take_apart(drawing: Drawing) -> dict[str, Piece]:
         Piece(PIECES[0], 1, encode, (params, ids, ids)),
         Piece(PIECES[1], drawing.steps, denoise, step),
         Piece(PIECES[2], 1, draw, (params["vae"], latents)),
-        Piece(SHARED, drawing.steps, partial(denoise, axis="half"), step),
         Piece(WHOLE, 1, draw_all, (params, ids, None if config.is_xl else ids, latents, integer, number)),
     ]
     return {piece.name: piece for piece in pieces}
 
 
-def share(piece: Piece, chip: str) -> Piece:
-    """A piece with an axis ``half`` as a program for two chips, each of which has all of its arguments."""
-    mesh = Mesh(np.array(tpu_devices(chip, 4)[:2]), ("half",))
+def take_shared(drawing: Drawing) -> Piece:
+    """A denoising step on two chips, each of which has all of its arguments, and does one half of guidance."""
+    piece = take_apart(drawing, axis="half")[PIECES[1]]
+    mesh = Mesh(np.array(tpu_devices(drawing.chip, 4)[:2]), ("half",))
     function = jax.shard_map(piece.function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     placed = NamedSharding(mesh, P())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), piece.arguments)
-    return piece._replace(function=function, arguments=arguments)
+    return Piece(SHARED, piece.runs, function, arguments)
 
 
 def take_transformer(drawing: Drawing, channels: int) -> Piece:
@@ -186,7 +186,5 @@ def find_recorded(drawing: Drawing) -> Times | None:
 def ask(drawing: Drawing, piece: Piece) -> Answer:
     """Ask the compiler about a piece. A real model's denoising step takes it about ten minutes."""
     log.info("%s of %s", piece.name, dataclasses.asdict(drawing))
-    if piece.name == SHARED:
-        piece = share(piece, drawing.chip)
     report = ask_compiler(piece.function, *piece.arguments, chip=drawing.chip)
     return Answer(drawing, piece.name, piece.runs, report)
