@@ -33,6 +33,7 @@ from helpers import Checkpoint, bundled_checkpoint, simulate_devices
 TARGET = Path(__file__).with_name("model.json")
 CHECKPOINTS = ("shapes-sd", "shapes-sdxl")
 WORK = ((1, 1), (1, 8), (8, 1))  # devices, and images on each
+STEPS = 30  # whatever the chapters take, so that records compare
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +50,7 @@ def flax_pipeline(checkpoint: Checkpoint, images: int) -> tuple[Callable, tuple,
     keys = jax.random.split(jax.random.key(0), devices)
     guidance = np.full((devices, 1), checkpoint.guidance_scale, np.float32)
     inputs = (ids, replicate(params), keys)
-    size = (checkpoint.num_inference_steps, checkpoint.height, checkpoint.width)
+    size = (STEPS, checkpoint.height, checkpoint.width)
     mapped = jax.pmap(pipeline._generate, static_broadcasted_argnums=(3, 4, 5))
     return mapped, (*inputs, *size, guidance), (*inputs, guidance)
 
@@ -61,7 +62,7 @@ def plain_jax(checkpoint: Checkpoint, images: int) -> tuple[Callable, tuple, tup
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     ids = jax.device_put(tokenize(prompts(checkpoint, images)), split)
     keys = jax.device_put(jax.random.split(jax.random.key(0), images), split)
-    numbers = (np.int32(checkpoint.num_inference_steps), np.float32(checkpoint.guidance_scale))
+    numbers = (np.int32(STEPS), np.float32(checkpoint.guidance_scale))
     shared = jax.device_put((params, None if config.is_xl else tokenize([""]), *numbers), whole)
 
     def draw(ids, keys, shared):
@@ -111,7 +112,7 @@ def measure(name: str, devices: int, images: int, compilations: int, runs: int) 
         "checkpoint": name,
         "devices": devices,
         "images per device": images,
-        "steps": checkpoint.num_inference_steps,
+        "steps": STEPS,
         "dtype": np.dtype(checkpoint.dtype).name,
         "sides": {side: summary(of, devices * images) for side, of in seconds.items()},
         "stable_diffusion / flax pipeline": ratios(*(seconds[side] for side in SIDES)),

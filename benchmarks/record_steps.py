@@ -1,4 +1,4 @@
-"""Record how many held-out captions the bundled checkpoint draws right in how many steps: ``benchmarks/steps.json``.
+"""Record how many held-out captions a bundled checkpoint draws right in how many steps: ``benchmarks/steps.json``.
 
 The judge of ``training`` decides. Picture ``k`` starts from the noise of ``jax.random.key(k)``, and none is dropped.
 What is recorded is left out; all of it takes about ten minutes on 2 cores.
@@ -7,6 +7,7 @@ What is recorded is left out; all of it takes about ten minutes on 2 cores.
 import datetime
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -20,8 +21,10 @@ from stable_diffusion.samplers import SAMPLERS
 from training import fidelity, scenes
 
 TARGET = Path(__file__).with_name("steps.json")
-CHECKPOINT, PICTURES, BATCH, GUIDANCE = "shapes-sd", 96, 32, 3.0
+CHECKPOINT, XL, PICTURES, BATCH, GUIDANCE = "shapes-sd", "shapes-sdxl", 96, 32, 3.0
 STEPS = {"ddim": (2, 4, 6, 8, 10, 12, 15, 20, 30), "dpm++": (2, 4, 6, 8, 10, 12, 15, 20, 30)}
+STEPS["euler"] = (8, 15, 30)
+CHECKPOINTS = {"ddim": CHECKPOINT, "dpm++": CHECKPOINT, "euler": XL}
 # Of the last steps, how many have no guidance: for each sampler with this many steps.
 UNGUIDED = {("ddim", 30): (6, 12, 15, 18, 21, 24, 27, 30), ("dpm++", 10): (2, 3, 4, 5, 6, 7, 8, 9, 10)}
 UNGUIDED[("ddim", 8)] = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -43,24 +46,28 @@ def find_threshold(schedule, sampler: str, steps: int, unguided: int) -> float:
 
 
 def find_best(record: dict) -> dict:
-    """The setting with the least work whose score is within one point of the pipeline's own, 30 steps of DDIM."""
-    rows, pictures = record["rows"], record["pictures"]
+    """shapes-sd's setting with the least work, of those that score within one point of 30 steps of its own DDIM."""
+    rows, pictures = [row for row in record["rows"] if CHECKPOINTS[row["sampler"]] == CHECKPOINT], record["pictures"]
     own = next(row for row in rows if (row["sampler"], row["steps"], row["unguided"]) == ("ddim", 30, 0))
     equal = [row for row in rows if own["right"] - row["right"] <= 0.01 * pictures]
     return min(equal, key=lambda row: 2 * row["steps"] - row["unguided"])  # how often the UNet computes an image
 
 
+@cache
+def load(checkpoint: str) -> tuple:
+    return stable_diffusion.load(find_data("checkpoints") / checkpoint)
+
+
 def main() -> None:
-    params, config, tokenize = stable_diffusion.load(find_data("checkpoints") / CHECKPOINT)
     draw = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
-    asked, empty = scenes.held_out_captions(PICTURES), tokenize([""])
-    ids = tokenize([scenes.caption(**named) for named in asked])
-    keys = jax.vmap(jax.random.key)(jnp.arange(PICTURES))
+    asked, keys = scenes.held_out_captions(PICTURES), jax.vmap(jax.random.key)(jnp.arange(PICTURES))
     rows = json.loads(TARGET.read_text())["rows"] if TARGET.exists() else []
     for setting in settings():
         if any(setting.items() <= row.items() for row in rows):
             continue
         sampler, steps, unguided = setting.values()
+        params, config, tokenize = load(CHECKPOINTS[sampler])
+        ids, empty = tokenize([scenes.caption(**named) for named in asked]), tokenize([""])
         below = find_threshold(config.schedule, sampler, steps, unguided) if unguided else None
         images = np.concatenate([
             draw(params, config, ids[k : k + BATCH], keys[k : k + BATCH], empty, steps, GUIDANCE,
@@ -73,7 +80,7 @@ def main() -> None:
         content = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "versions": versions("jax", "jaxlib", "numpy", "scipy"),
-            "checkpoint": CHECKPOINT, "pictures": PICTURES, "guidance": GUIDANCE, "rows": rows,
+            "checkpoints": CHECKPOINTS, "pictures": PICTURES, "guidance": GUIDANCE, "rows": rows,
         }  # fmt: skip
         write_json(TARGET, content)
 

@@ -271,7 +271,7 @@ def test_an_unknown_bundled_checkpoint_lists_the_known_ones():
 )
 def test_a_bundled_checkpoint_describes_itself(name, dtype):
     checkpoint = helpers.bundled_checkpoint(name)
-    assert (checkpoint.height, checkpoint.num_inference_steps, checkpoint.guidance_scale) == (64, 30, 3.0)
+    assert (checkpoint.height, checkpoint.num_inference_steps, checkpoint.guidance_scale) == (64, 15, 3.0)
     assert checkpoint.dtype == dtype
     assert len(checkpoint.prompts) == 8
     assert checkpoint.download_bytes == 0

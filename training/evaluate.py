@@ -1,7 +1,6 @@
 """Scores of a bundled checkpoint, by the judge: ``python -m training.evaluate checkpoints/shapes-sd``.
 
-Unless told otherwise, every picture is drawn as the chapters draw it: the Flax pipeline, its own scheduler, 30 steps,
-guidance scale 3.
+Unless told otherwise, the Flax pipeline draws every picture with its own scheduler, 30 steps and guidance scale 3.
 Picture ``k`` starts from the latents of ``jax.random.key(k)``, for ``k`` from 0 on, and none is dropped.
 """
 
