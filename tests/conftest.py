@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def execute(request):
-    """A function that gives the process which executes a runtime's chapters. Those here begin before the first test."""
+    """A function that gives the execution of a runtime's chapters. Those here begin before the first test."""
     wanted, started = {}, {}
     for item in request.session.items:
         if "executed" in item.fixturenames:
@@ -73,8 +73,6 @@ def execute(request):
 
     if matrix.HERE.name in wanted:
         execute(matrix.HERE)
-        if hasattr(os, "nice"):  # the chapters take longest, so other tests wait for them, and not they for other tests
-            os.nice(5)
     yield execute
     for execution in started.values():
         execution.stop()

@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import matrix
+from tools import matrix, run_chapters
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = "from PIL import Image\nImage.new('RGB', (8, 8))"
@@ -74,10 +74,11 @@ def test_a_kernel_that_dies_is_a_failure_in_one_line(tmp_path):
     assert "FAILED in DeadKernelError: Kernel died" in died.stdout
 
 
-def test_a_chapter_that_is_not_there_is_named():
-    missing = run("nowhere.ipynb")
-    assert missing.returncode == 2
-    assert "no such notebook: nowhere.ipynb" in missing.stderr
+def test_a_chapter_that_is_not_there_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run_chapters", "nowhere.ipynb"])
+    with pytest.raises(SystemExit, match="2"):
+        run_chapters.main()
+    assert "no such notebook: nowhere.ipynb" in capsys.readouterr().err
 
 
 def test_a_python_that_is_missing_stops_the_matrix_in_one_sentence():

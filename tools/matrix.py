@@ -11,8 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 
 from tools import offline
 from tools.install import add_course, install
@@ -96,34 +99,61 @@ def without_tests_own() -> dict[str, str]:
 
 
 class Execution:
-    """Chapters that are executed on a runtime, one after the other, in a process of their own.
+    """Chapters that are executed on a runtime, each by a process of its own.
 
-    Here they have no network, if the system can take it away.
+    One runs at a time, beside other tests; here two, as soon as a test waits for one. Here they have no network, if the
+    system can take it away.
     """
 
     def __init__(self, runtime: Runtime, chapters: list[Path]) -> None:
         here = runtime is HERE
         python = make_environment(runtime)
         without_network = [sys.executable, "-m", "tools.offline"] if here and offline.why_not() is None else []
-        command = [*without_network, sys.executable, "-m", "tools.run_chapters", *chapters]
-        command += ["--to", runtime.executed, "--python", python, "--timeout", "600"]
-        environment = without_tests_own() | runtime.environment | {"TUTORIAL_DEVICES": str(runtime.devices)}
+        self._command = [*without_network, sys.executable, "-m", "tools.run_chapters"]
+        self._options = ["--to", runtime.executed, "--python", python, "--timeout", "600"]
+        self._environment = without_tests_own() | runtime.environment | {"TUTORIAL_DEVICES": str(runtime.devices)}
         if not here:
             # The course and libtpu are those installed there; importing jax has set the second variable to libtpu here.
             for variable in ("PYTHONPATH", "TPU_LIBRARY_PATH"):
-                environment.pop(variable, None)
-        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        self._lines: list[str] = []
+                self._environment.pop(variable, None)
+        self._at_once = 2 if here else 1
+        self._said = {chapter: Future() for chapter in chapters}
+        self._left, self._processes, self._workers = deque(chapters), [], []
+        self._start_worker()
+
+    def _start_worker(self) -> None:
+        self._workers.append(Thread(target=self._work, daemon=True))
+        self._workers[-1].start()
+
+    def _work(self) -> None:
+        while True:
+            try:
+                chapter = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                command = [*self._command, chapter, *self._options]
+                process = subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, text=True)
+                self._processes.append(process)
+                self._said[chapter].set_result(process.communicate()[0])
+            except Exception as error:  # else a test would wait for ever
+                self._said[chapter].set_exception(error)
 
     def wait_for(self, chapter: Path) -> str:
         """What is printed of a chapter at its end."""
-        while not (found := [line for line in self._lines if f"] {chapter.stem} " in line]):
-            if not (line := self._process.stdout.readline()):
-                raise RuntimeError(f"{chapter.stem} was not executed: {''.join(self._lines)}")
-            self._lines.append(line)
+        if len(self._workers) < self._at_once:
+            self._start_worker()
+        said = self._said[chapter].result()
+        found = [line for line in said.splitlines(keepends=True) if f"] {chapter.stem} " in line]
+        if not found:
+            raise RuntimeError(f"{chapter.stem} was not executed: {said}")
         return found[0]
 
     def stop(self) -> None:
-        """End the process, if it has not ended by itself."""
-        self._process.terminate()
-        self._process.communicate()
+        """End the processes, if they have not ended by themselves, and begin no more."""
+        self._left.clear()
+        for worker in self._workers:
+            while worker.is_alive():
+                for process in self._processes:
+                    process.terminate()
+                worker.join(0.1)

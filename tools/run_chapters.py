@@ -8,7 +8,6 @@ import argparse
 import html
 import json
 import os
-import shutil
 import sys
 import tempfile
 import threading
@@ -71,8 +70,15 @@ def execute(chapter: Path, timeout: int | None = None) -> Result:
         except Exception as error:  # a kernel that died
             problem = f"{type(error).__name__}: {error}"
     notebook.metadata["peak_memory"] = memory.peak
-    nbformat.write(notebook, chapter)
+    write_whole(chapter, nbformat.writes(notebook))
     return Result(chapter.stem, time.monotonic() - start, memory.peak, problem)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text under another name first: a run beside this one may read the same folder for its page."""
+    part = file.with_name(f".{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 def first_error(notebook) -> str | None:
@@ -127,7 +133,7 @@ def write_page(folder: Path, waiting: list[str]) -> None:
             for output in cell.get("outputs", []):
                 if data := output.get("data", {}).get("image/png"):
                     parts.append(f"<p><img alt='{alt}' src='data:image/png;base64,{html.escape(data)}'></p>")
-    (folder / "index.html").write_text("\n".join(parts) + "\n", encoding="utf-8")
+    write_whole(folder / "index.html", "\n".join(parts) + "\n")
 
 
 def main() -> int:
@@ -156,7 +162,8 @@ def main() -> int:
     with kernel_of(arguments.python):
         for number, chapter in enumerate(chapters, start=1):
             with ticking(f"[{number}/{len(chapters)}] {chapter.stem:<{width}}"):
-                result = execute(Path(shutil.copy(chapter, folder)), arguments.timeout)
+                write_whole(folder / chapter.name, chapter.read_text(encoding="utf-8"))
+                result = execute(folder / chapter.name, arguments.timeout)
             print(result, flush=True)
             failed += result.problem is not None
             waiting.remove(result.name)
