@@ -74,7 +74,7 @@ def publish(
     work: Path,
     to: Path,
 ) -> None:
-    """Convert, score and describe what was trained, and draw the fixture of the parity test."""
+    """Convert, score and describe what was trained."""
     pytorch_folder = work / f"pytorch-{recipe.name}"
     convert.save_pytorch(vae, parts, words, pytorch_folder)
     rng = np.random.default_rng(SEED)
@@ -97,12 +97,6 @@ def publish(
         reports[name] = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
     (work / f"record-{recipe.name}.json").write_text(json.dumps({"record": record, "reports": reports}))
     card.write(to, record, reports)
-
-    # The fixture belongs to the weights in the repository, so a trial that writes elsewhere leaves it alone.
-    fixture = (ROOT / "tests" / "fixtures" if to == CHECKPOINTS else to) / f"{recipe.name}.npz"
-    subprocess.run(
-        [sys.executable, "-m", "training.pytorch_pictures", str(pytorch_folder), str(fixture)], cwd=ROOT, check=True
-    )
 
 
 if __name__ == "__main__":
