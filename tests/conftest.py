@@ -73,6 +73,8 @@ def execute(request):
 
     if matrix.HERE.name in wanted:
         execute(matrix.HERE)
+        if matrix.TESTS_CORES:
+            os.sched_setaffinity(0, matrix.TESTS_CORES)
     yield execute
     for execution in started.values():
         execution.stop()
