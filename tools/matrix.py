@@ -48,7 +48,7 @@ class Runtime:
 # The site shows what is executed here, so the chapters need not run once more for it.
 HERE = Runtime("here", f"{sys.version_info.major}.{sys.version_info.minor}", LOCK, devices=8)
 PIPELINES, PAST_THEM = "0|10", "1[1-4]"
-# On Linux each half of the cores has a task of its own, or none if there is one core.
+# Which cores other tests have here, and which the chapters beside them; empty where that cannot be chosen.
 CORES = sorted(os.sched_getaffinity(0)) if shutil.which("taskset") else []
 TESTS_CORES, CHAPTERS_CORES = set(CORES[: len(CORES) // 2]), set(CORES[len(CORES) // 2 :])
 COLAB = {"COLAB_RELEASE_TAG": "simulated", "TUTORIAL_SOURCE": ROOT.as_uri()}
