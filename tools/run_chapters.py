@@ -75,8 +75,8 @@ def execute(chapter: Path, timeout: int | None = None) -> Result:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text under another name first: a run beside this one may read the same folder for its page."""
-    part = file.with_name(f".{file.name}.part")
+    """Write a text under a name of its own first: a run beside this one may read the same folder for its page."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")  # the other run writes a page, too
     part.write_text(text, encoding="utf-8")
     part.replace(file)
 
