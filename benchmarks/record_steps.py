@@ -21,10 +21,10 @@ from stable_diffusion.samplers import SAMPLERS
 from training import fidelity, scenes
 
 TARGET = Path(__file__).with_name("steps.json")
-CHECKPOINT, XL, PICTURES, BATCH, GUIDANCE = "shapes-sd", "shapes-sdxl", 96, 32, 3.0
+CHECKPOINT, PICTURES, BATCH, GUIDANCE = "shapes-sd", 96, 32, 3.0
 STEPS = {"ddim": (2, 4, 6, 8, 10, 12, 15, 20, 30), "dpm++": (2, 4, 6, 8, 10, 12, 15, 20, 30)}
 STEPS["euler"] = (8, 15, 30)
-CHECKPOINTS = {"ddim": CHECKPOINT, "dpm++": CHECKPOINT, "euler": XL}
+CHECKPOINTS = {"ddim": CHECKPOINT, "dpm++": CHECKPOINT, "euler": "shapes-sdxl"}
 # Of the last steps, how many have no guidance: for each sampler with this many steps.
 UNGUIDED = {("ddim", 30): (6, 12, 15, 18, 21, 24, 27, 30), ("dpm++", 10): (2, 3, 4, 5, 6, 7, 8, 9, 10)}
 UNGUIDED[("ddim", 8)] = (1, 2, 3, 4, 5, 6, 7, 8)

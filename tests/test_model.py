@@ -92,13 +92,9 @@ def own_sampler(checkpoint):
 def flax_images(load, checkpoint, recorded, own_sampler):
     """Images of the checkpoint's Flax pipeline, by the sampler that it comes with."""
     pipeline, params = load(checkpoint)
-    ids, latents, side = pipeline.prepare_inputs(reference.PROMPTS), recorded["latents"], checkpoint.height
-    options = {**pipeline.scheduler.config, "steps_offset": 1, "clip_sample": False, "timestep_spacing": "leading"}
-    pipeline.scheduler = type(pipeline.scheduler).from_config(options)
-    steps = reference.STEPS[own_sampler]
-    state = pipeline.scheduler.set_timesteps(pipeline.scheduler.create_state(), steps)
+    ids, steps, side = pipeline.prepare_inputs(reference.PROMPTS), reference.STEPS[own_sampler], checkpoint.height
     program = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
-    return program(ids, params | {"scheduler": state}, None, steps, side, side, GUIDANCE, latents)
+    return program(ids, params, None, steps, side, side, GUIDANCE, recorded["latents"])
 
 
 def farthest(images, others):

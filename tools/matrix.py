@@ -2,8 +2,8 @@
 
 ``make test`` executes them on .venv, and ``make test-matrix`` on all others, each in an environment of its own in
 ``build/matrix``, made anew from a lock with hashes. On Colab's there is no course at first, and a transformers without
-Flax: there the first chapter's setup cell installs what it does on Colab. Without diffusers only the chapters past the
-pipelines are executed, and with the lock on another Python only those before.
+Flax: there the setup cell of whichever chapter runs first installs what it does on Colab. Without diffusers only the
+chapters past the pipelines are executed, and with the lock on another Python only those before.
 """
 
 import os
@@ -119,7 +119,7 @@ class Execution:
             # The course and libtpu are those installed there; importing jax has set the second variable to libtpu here.
             for variable in ("PYTHONPATH", "TPU_LIBRARY_PATH"):
                 self._environment.pop(variable, None)
-        self._cores = [TESTS_CORES, CHAPTERS_CORES] if here else [None]  # of the workers to come
+        self._cores = [TESTS_CORES, CHAPTERS_CORES] if here else [set()]  # of the workers to come
         self._said = {chapter: Future() for chapter in chapters}
         self._left, self._processes, self._workers = list(chapters), [], []
         self._start_worker()
@@ -128,7 +128,7 @@ class Execution:
         self._workers.append(Thread(target=self._work, args=(self._cores.pop(),), daemon=True))
         self._workers[-1].start()
 
-    def _work(self, cores: set[int] | None) -> None:
+    def _work(self, cores: set[int]) -> None:
         pinned = ["taskset", "--cpu-list", ",".join(map(str, cores))] if cores else []
         while True:
             try:

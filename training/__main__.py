@@ -75,8 +75,7 @@ def publish(
     to: Path,
 ) -> None:
     """Convert, score and describe what was trained."""
-    pytorch_folder = work / f"pytorch-{recipe.name}"
-    convert.save_pytorch(vae, parts, words, pytorch_folder)
+    vae, parts = vae.float(), parts.float()
     rng = np.random.default_rng(SEED)
     choices = sorted(scenes.held_out())
     unseen = np.stack([scenes.render(scenes.random_scene(rng, *choices[k % len(choices)])) for k in range(512)])

@@ -1,4 +1,4 @@
-"""From the trained PyTorch modules to the two checkpoint formats: Flax to ship, PyTorch to compare with."""
+"""From the trained PyTorch modules to the checkpoint that ships, in Flax's format."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,12 @@ import jax
 import jax.numpy as jnp
 from diffusers import (
     AutoencoderKL,
-    DDIMScheduler,
-    EulerDiscreteScheduler,
     FlaxAutoencoderKL,
     FlaxDDIMScheduler,
     FlaxEulerDiscreteScheduler,
     FlaxStableDiffusionPipeline,
     FlaxStableDiffusionXLPipeline,
     FlaxUNet2DConditionModel,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
 )
 from diffusers.models.modeling_flax_pytorch_utils import convert_pytorch_state_dict_to_flax as convert_diffusers
 from torch import nn
@@ -27,20 +23,6 @@ from training import autoencoder, sd, sdxl
 
 NO_CHECKER = {"safety_checker": None, "feature_extractor": None}
 TEXT_ENCODERS = {"text_encoder": FlaxCLIPTextModel, "text_encoder_2": FlaxCLIPTextModelWithProjection}
-
-
-def save_pytorch(vae: AutoencoderKL, parts: nn.ModuleDict, tokenizer: CLIPTokenizer, folder: Path) -> None:
-    """Write PyTorch's pipeline for these parts, with float32 weights in safetensors."""
-    modules = {"vae": vae.float(), "tokenizer": tokenizer, **parts.float()}
-    if "text_encoder_2" in parts:
-        scheduler = EulerDiscreteScheduler(**sdxl.SCHEDULER_CONFIG, steps_offset=1)
-        pipeline = StableDiffusionXLPipeline(
-            **modules, tokenizer_2=tokenizer, scheduler=scheduler, add_watermarker=False
-        )
-    else:
-        scheduler = DDIMScheduler(**sd.SCHEDULER_CONFIG)
-        pipeline = StableDiffusionPipeline(**modules, scheduler=scheduler, requires_safety_checker=False, **NO_CHECKER)
-    pipeline.save_pretrained(folder)
 
 
 def to_flax(vae: AutoencoderKL, parts: nn.ModuleDict, tokenizer: CLIPTokenizer, folder: Path, dtype: jnp.dtype) -> None:
