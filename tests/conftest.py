@@ -74,7 +74,8 @@ def execute(request):
     if matrix.HERE.name in wanted:
         execute(matrix.HERE)
         if matrix.TESTS_CORES:
-            os.sched_setaffinity(0, matrix.TESTS_CORES)
+            for thread in os.listdir("/proc/self/task"):  # XLA has threads already, if collecting has started JAX
+                os.sched_setaffinity(int(thread), matrix.TESTS_CORES)
     yield execute
     for execution in started.values():
         execution.stop()

@@ -1,10 +1,11 @@
 """What the chapters do where they run.
 
 Each is executed once here: on .venv, with 8 devices, and without a network if the system can take it away. ``make
-test-matrix`` executes each once more on every other runtime of tools/matrix.py, and makes the same assertions: Colab's
-packages with 1 device, and the lock on a different Python with 3. So a fault shows only if it follows from the packages
-alone, or from the number of devices alone. Nobody runs the lock on this Python with 1 or 3 devices, Colab's packages
-with 3 or 8, or the lock on another Python with 1 or 8.
+test-matrix`` makes the same assertions on the other runtimes of tools/matrix.py: all chapters on Colab's packages with
+1 device, those of the pipelines with the lock on a different Python with 3, and those past them on the newest packages
+without diffusers with 3. So a fault shows only if it follows from the packages alone, or from the number of devices
+alone. Nobody runs the lock on this Python with 1 or 3 devices, Colab's packages with 3 or 8, the lock on another Python
+with 1 or 8, the lock on Python 3.13, or the chapters past the pipelines with the lock on any Python but this.
 """
 
 import re

@@ -103,9 +103,10 @@ def without_tests_own() -> dict[str, str]:
 class Execution:
     """Chapters that are executed on a runtime, each by a process of its own.
 
-    One runs at a time, beside other tests; here two, as soon as a test waits for one. Here they have no network, if the
-    system can take it away. And here each has a half of the cores, since programs that XLA spreads over the same cores
-    hinder each other. The last chapter comes first: at the end short ones are left, and neither half waits for long.
+    One runs at a time. On HERE they have no network, if the system can take it away, and that one has half of the cores
+    while other tests have the rest, since programs that XLA spreads over the same cores hinder each other. As soon as a
+    test waits for a chapter, a second one runs on the tests' cores. The last chapter comes first: at the end short ones
+    are left, and neither half waits for long.
     """
 
     def __init__(self, runtime: Runtime, chapters: list[Path]) -> None:
@@ -113,19 +114,20 @@ class Execution:
         python = make_environment(runtime)
         without_network = [sys.executable, "-m", "tools.offline"] if here and offline.why_not() is None else []
         self._command = [*without_network, sys.executable, "-m", "tools.run_chapters"]
-        self._options = ["--to", runtime.executed, "--python", python, "--timeout", "600"]
+        self._options = ["--to", runtime.executed, "--python", python, "--timeout", "600", "--no-page"]
         self._environment = without_tests_own() | runtime.environment | {"TUTORIAL_DEVICES": str(runtime.devices)}
         if not here:
             # The course and libtpu are those installed there; importing jax has set the second variable to libtpu here.
             for variable in ("PYTHONPATH", "TPU_LIBRARY_PATH"):
                 self._environment.pop(variable, None)
-        self._cores = [TESTS_CORES, CHAPTERS_CORES] if here else [set()]  # of the workers to come
+        # Of each worker that may still start. One chapter takes all that there are.
+        self._cores_left = [TESTS_CORES, CHAPTERS_CORES] if here and len(chapters) > 1 else [set()]
         self._said = {chapter: Future() for chapter in chapters}
         self._left, self._processes, self._workers = list(chapters), [], []
         self._start_worker()
 
     def _start_worker(self) -> None:
-        self._workers.append(Thread(target=self._work, args=(self._cores.pop(),), daemon=True))
+        self._workers.append(Thread(target=self._work, args=(self._cores_left.pop(),), daemon=True))
         self._workers[-1].start()
 
     def _work(self, cores: set[int]) -> None:
@@ -137,20 +139,21 @@ class Execution:
                 return
             try:
                 command = [*pinned, *self._command, chapter, *self._options]
-                process = subprocess.Popen(command, cwd=ROOT, env=self._environment, stdout=subprocess.PIPE, text=True)
+                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+                process = subprocess.Popen(command, cwd=ROOT, env=self._environment, **pipes)
                 self._processes.append(process)
-                self._said[chapter].set_result(process.communicate()[0])
+                self._said[chapter].set_result(process.communicate())
             except Exception as error:  # else a test would wait for ever
                 self._said[chapter].set_exception(error)
 
     def wait_for(self, chapter: Path) -> str:
         """What is printed of a chapter at its end."""
-        if self._cores:
+        if self._cores_left:
             self._start_worker()
-        said = self._said[chapter].result()
+        said, errors = self._said[chapter].result()
         found = [line for line in said.splitlines(keepends=True) if f"] {chapter.stem} " in line]
         if not found:
-            raise RuntimeError(f"{chapter.stem} was not executed: {said}")
+            raise RuntimeError(f"{chapter.stem} was not executed: {said}{errors}")
         return found[0]
 
     def stop(self) -> None:

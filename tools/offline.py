@@ -52,7 +52,7 @@ def main() -> int:
     if reason := why_not():
         print(reason, file=sys.stderr)
         return REFUSED
-    command = [*unshare_command(), sys.executable, __file__, "--inside", *arguments.command]
+    command = [*unshare_command(), sys.executable, "-m", "tools.offline", "--inside", *arguments.command]
     os.execvp(command[0], command)
 
 

@@ -8,6 +8,7 @@ import argparse
 import html
 import json
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -70,15 +71,8 @@ def execute(chapter: Path, timeout: int | None = None) -> Result:
         except Exception as error:  # a kernel that died
             problem = f"{type(error).__name__}: {error}"
     notebook.metadata["peak_memory"] = memory.peak
-    write_whole(chapter, nbformat.writes(notebook))
+    nbformat.write(notebook, chapter)
     return Result(chapter.stem, time.monotonic() - start, memory.peak, problem)
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a text under a name of its own first: a run beside this one may read the same folder for its page."""
-    part = file.with_name(f".{file.name}.{os.getpid()}")  # the other run writes a page, too
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
 
 
 def first_error(notebook) -> str | None:
@@ -133,7 +127,7 @@ def write_page(folder: Path, waiting: list[str]) -> None:
             for output in cell.get("outputs", []):
                 if data := output.get("data", {}).get("image/png"):
                     parts.append(f"<p><img alt='{alt}' src='data:image/png;base64,{html.escape(data)}'></p>")
-    write_whole(folder / "index.html", "\n".join(parts) + "\n")
+    (folder / "index.html").write_text("\n".join(parts) + "\n", encoding="utf-8")
 
 
 def main() -> int:
@@ -143,6 +137,7 @@ def main() -> int:
     parser.add_argument("--python", type=Path, default=sys.executable, help="by which Python; by default this one")
     # A real model on a real device may compile for minutes, so there is no limit by default.
     parser.add_argument("--timeout", type=int, help="seconds that a cell may take")
+    parser.add_argument("--no-page", dest="page", action="store_false", help="for two runs that share a folder")
     arguments = parser.parse_args()
     chapters = arguments.chapters or CHAPTERS
     missing = [str(chapter) for chapter in chapters if not chapter.is_file()]
@@ -153,22 +148,23 @@ def main() -> int:
     # Else the order of a set of words, which some outputs show, would be a different one each time.
     os.environ.setdefault("PYTHONHASHSEED", "0")
 
-    waiting = [chapter.stem for chapter in chapters]
-    write_page(folder, waiting)
-    page = folder / "index.html"
+    waiting, page = [chapter.stem for chapter in chapters], folder / "index.html"
     where = f"{page.as_uri()} ({os.path.relpath(page)})"
-    print(f"Pictures, as soon as there are some: {where}", flush=True)
+    if arguments.page:
+        write_page(folder, waiting)
+        print(f"Pictures, as soon as there are some: {where}", flush=True)
     failed, width = 0, max(map(len, waiting))
     with kernel_of(arguments.python):
         for number, chapter in enumerate(chapters, start=1):
             with ticking(f"[{number}/{len(chapters)}] {chapter.stem:<{width}}"):
-                write_whole(folder / chapter.name, chapter.read_text(encoding="utf-8"))
-                result = execute(folder / chapter.name, arguments.timeout)
+                result = execute(Path(shutil.copy(chapter, folder)), arguments.timeout)
             print(result, flush=True)
             failed += result.problem is not None
             waiting.remove(result.name)
-            write_page(folder, waiting)
-    print(f"{len(chapters) - failed} of {len(chapters)} chapters ran to the end. Pictures: {where}")
+            if arguments.page:
+                write_page(folder, waiting)
+    ran = f"{len(chapters) - failed} of {len(chapters)} chapters ran to the end."
+    print(f"{ran} Pictures: {where}" if arguments.page else ran)
     return failed
 
 
