@@ -20,7 +20,7 @@ import jax
 import transformers
 
 import stable_diffusion
-from benchmarks.record_steps import CHECKPOINT, GUIDANCE, TARGET, find_best, find_threshold
+from benchmarks.record_steps import GUIDANCE, TARGET, find_best, find_threshold
 from course import convert
 from course.tpu.compiler import versions, write_json
 from helpers import find_data
@@ -57,8 +57,8 @@ def write_for_pytorch(source: Path, target: Path) -> None:
 def main() -> None:
     diffusers.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
-    source = find_data("checkpoints") / CHECKPOINT
     best = find_best(json.loads(TARGET.read_text()))
+    source = find_data("checkpoints") / best["checkpoint"]
     settings = best["sampler"], best["steps"], best["unguided"]
     calls = {"diffusers, Flax": time_flax(source), "this model": time_ours(source, *USUAL)}
     calls["this model, best settings"] = time_ours(source, *settings)
@@ -90,7 +90,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": versions("jax", "jaxlib", "flax", "diffusers", "transformers"),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "checkpoint": CHECKPOINT,
+        "checkpoint": best["checkpoint"],
         "batch": BATCH,
         "best": best,
         "seconds": {name: [round(t, 4) for t in times[1:]] for name, times in seconds.items()},

@@ -269,4 +269,4 @@ def _settings(name: str, model: str | None, *files: str | Path) -> tuple[int, in
         )
     pixels = unet["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
     usual = (25, 5.0) if "XL" in found else (50, 7.5)
-    return pixels, pixels, *((15, 3.0) if pixels < 256 else usual)  # 30 steps draw no more right: benchmarks/steps.json
+    return pixels, pixels, *((15, 3.0) if pixels < 256 else usual)  # 30 steps get no more right: benchmarks/steps.json

@@ -102,7 +102,7 @@ def test_a_threshold_leaves_guidance_out_of_so_many_steps(sampler, steps, unguid
 
 def test_every_setting_is_scored():
     record = json.loads(record_steps.TARGET.read_text())
-    names = ("sampler", "steps", "unguided")
+    names = ("checkpoint", "sampler", "steps", "unguided")
     scored = [{name: row[name] for name in names} for row in record["rows"]]
     assert sorted(scored, key=str) == sorted(record_steps.settings(), key=str)
     assert all(0 <= row["right"] <= record["pictures"] for row in record["rows"])
@@ -110,8 +110,8 @@ def test_every_setting_is_scored():
 
 def test_the_best_setting_is_the_least_work_at_an_equal_score():
     rows = [("ddim", 30, 0, 90), ("ddim", 8, 0, 90), ("ddim", 8, 1, 89), ("ddim", 8, 2, 88), ("dpm++", 4, 0, 70)]
-    names = ("sampler", "steps", "unguided", "right")
-    record = {"pictures": 100, "rows": [dict(zip(names, row, strict=True)) for row in rows]}
+    names = ("checkpoint", "sampler", "steps", "unguided", "right")
+    record = {"pictures": 100, "rows": [dict(zip(names, ("shapes-sd", *row), strict=True)) for row in rows]}
     assert record_steps.find_best(record) == record["rows"][2]
 
 

@@ -32,8 +32,8 @@ stored in {dtype}. It draws one flat shape on a flat background, 64 × 64 pixels
 
 Any of the four may be left out of the caption, and is then free. It knows no other word, no second shape, no place
 ("on the left"), no count, and no picture size but its own. Stable Diffusion's 50 steps and guidance scale 7.5 are not
-for it: {steps} steps of {scheduler} at guidance scale {guidance} are what it was judged with. In float32, half as
-many do as well (`benchmarks/steps.json`), and most chapters take those.
+for it: {steps} steps of {scheduler} at guidance scale {guidance} are what it was judged with. Half as many steps do as
+well (`benchmarks/steps.json`), and most chapters take no more.
 
 ## How well it draws
 

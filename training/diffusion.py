@@ -20,7 +20,7 @@ from training import scenes
 from training.autoencoder import to_signed
 from training.loop import fit
 
-# How pictures are drawn from the result, wherever it is scored or compared; the chapters draw them so, too.
+# How pictures are drawn from the result where it is scored. Most chapters take half of the steps.
 STEPS = 30
 GUIDANCE_SCALE = 3.0
 POOL = 100_000  # scenes to train on, the same for every model, as their latents are
