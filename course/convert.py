@@ -8,6 +8,7 @@ of the same kind, whose own parameters are not looked at.
 import argparse
 import json
 import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -198,8 +199,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument("--like", type=Path, required=True, help="a folder with the configuration and the tokenizers")
     arguments = parser.parse_args()
-    params = read_single_file(arguments.file, read_config(arguments.like))
-    save(params, arguments.like, arguments.folder)
+    try:
+        params = read_single_file(arguments.file, read_config(arguments.like))
+        save(params, arguments.like, arguments.folder)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
     counts = ", ".join(f"{part} {len(values)}" for part, values in params.items())
     print(f"Wrote {arguments.folder}, with so many parameters: {counts}.")
 

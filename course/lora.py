@@ -8,6 +8,7 @@ kohya's scripts (``lora_unet_…``).
 import argparse
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -185,21 +186,29 @@ def attach(params: dict, lora: dict, scale: float | jax.Array) -> dict:
     return _replace(params, lora, change)
 
 
+def file_and_scale(argument: str) -> tuple[Path, float]:
+    """What is meant by FILE=SCALE."""
+    file, _, scale = argument.rpartition("=")
+    return Path(file), float(scale)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, help="a folder in diffusers' format")
     parser.add_argument("folder", type=Path, help="the folder to write")
-    parser.add_argument("loras", nargs="+", metavar="FILE=SCALE")
+    parser.add_argument("loras", nargs="+", type=file_and_scale, metavar="FILE=SCALE")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
-    params, config, _ = stable_diffusion.load(arguments.source, arguments.dtype)
-    for argument in arguments.loras:
-        file, _, scale = argument.rpartition("=")
-        lora = read_lora(file, params, config)
-        params = merge(params, lora, float(scale))
-        counts = " and ".join(f"{len(of)} weights of {part}" for part, of in lora.items())
-        print(f"Added {file}, {scale} times, to {counts}.")
-    save(params, arguments.source, arguments.folder)
+    try:
+        params, config, _ = stable_diffusion.load(arguments.source, arguments.dtype)
+        for file, scale in arguments.loras:
+            lora = read_lora(file, params, config)
+            params = merge(params, lora, scale)
+            counts = " and ".join(f"{len(of)} weights of {part}" for part, of in lora.items())
+            print(f"Added {file}, {scale} times, to {counts}.")
+        save(params, arguments.source, arguments.folder)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
     print(f"Wrote {arguments.folder}.")
 
 

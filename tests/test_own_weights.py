@@ -308,6 +308,27 @@ def test_the_command_merges_files_into_a_folder(models, loras, folder, tmp_path,
     assert same(sd.load(tmp_path)[0], expected)
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (convert, ["model.ckpt", "out", "--like", SOURCES["shapes-sd"]], "model.ckpt is a pickle"),
+        (convert, ["model.safetensors", "out", "--like", "nowhere"], "nowhere"),
+        (lora, [SOURCES["shapes-sd"], "out", "lora.bin=1"], "lora.bin is a pickle"),
+        (lora, [SOURCES["shapes-sd"], "out", "lora.safetensors"], "^2$"),
+    ],
+)
+def test_a_command_that_is_given_the_wrong_files_ends_in_a_sentence(
+    command, arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["command", *map(str, arguments)])
+    with pytest.raises(SystemExit, match=message):
+        command.main()
+    if message == "^2$":
+        assert "argument FILE=SCALE: invalid file_and_scale value: 'lora.safetensors'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture(scope="module")
 def chapter():
     """What chapter 13's cells define to draw over pictures, for a configuration."""
