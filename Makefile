@@ -30,7 +30,7 @@ test: .venv/installed  ## check the code and the notebooks, and run the tests
 test-site: .venv/installed  ## build the site, and look at it and at JupyterLab in a browser
 	@$(BIN)/python -m pytest --site
 
-test-matrix: .venv/installed  ## run the tests of executed chapters on Colab's packages, and on the other Pythons
+test-matrix: .venv/installed  ## execute chapters on Colab's packages, another Python and the newest packages, and test them
 	@$(BIN)/python -m pytest --matrix tests/test_execution.py
 
 lab: .venv/installed  ## open the chapters in JupyterLab
