@@ -1,4 +1,4 @@
-"""Record how Stable Diffusion XL's parameters are read: ``python benchmarks/record_reading.py`` writes reading.json.
+"""Record how Stable Diffusion XL's parameters are read: ``python -m benchmarks.record_reading`` writes reading.json.
 
 It makes a folder with safetensors of the real size, random numbers in float16, which takes 7 GB of disk. Then a process
 of its own reads it onto the CPU in bfloat16, as ``stable_diffusion.load`` does. Memory is what the system says of that
@@ -98,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         size = write_folder(Path(place))
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, __file__, place]
+        command = [sys.executable, "-m", "benchmarks.record_reading", place]
         said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     cpu = next(
         line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line

@@ -1,7 +1,7 @@
 """Whole images of stable_diffusion/: like those of the Flax pipelines and of PyTorch, on all devices, from any input.
 
-PyTorch's images were recorded by training/pytorch_reference.py. Since ours match both, the Flax pipelines' match
-PyTorch's.
+PyTorch's images were recorded by training/pytorch_reference.py. Since ours match both, the images of the Flax pipelines
+match those of PyTorch.
 """
 
 import functools
@@ -54,33 +54,33 @@ def model(checkpoint):
     return stable_diffusion.load(checkpoint.source)
 
 
-def compile_drawing(model, recorded, any_sampler):
-    """A function that draws the recorded prompts from the recorded latents with a sampler."""
+def compile_drawing(model, recorded, any_sampler, samplers):
+    """A function that draws the recorded prompts from the recorded latents with one of these samplers."""
     params, config, tokenize = model
     ids, empty = tokenize(reference.PROMPTS), None if config.is_xl else tokenize([""])
     latents = np.moveaxis(recorded["latents"], 1, -1)
 
     def draw_any(params, which, steps):
-        with any_sampler(which, SAMPLERS):
+        with any_sampler(which, samplers):
             inputs = ids, jax.random.key(0), empty, steps, GUIDANCE, latents
             return generate(params, config, *inputs, sampler="any")
 
     program = jax.jit(draw_any).lower(params, 0, 1).compile()
-    return lambda sampler: np.asarray(program(params, list(SAMPLERS).index(sampler), reference.STEPS[sampler]))
+    return lambda sampler: np.asarray(program(params, samplers.index(sampler), reference.STEPS[sampler]))
 
 
 @pytest.fixture(scope="module")
 def draw(model, recorded, any_sampler):
-    return compile_drawing(model, recorded, any_sampler)
+    return compile_drawing(model, recorded, any_sampler, list(SAMPLERS))
 
 
 @pytest.fixture(scope="module")
-def draw_as_flax(model, recorded, any_sampler):
+def draw_as_flax(model, recorded, any_sampler, own_sampler):
     """The same with the GELU and the epsilon that Flax has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "gelu", jax.nn.gelu)
         patch.setattr(unet, "TRANSFORMER_EPSILON", 1e-5)
-        return compile_drawing(model, recorded, any_sampler)
+        return compile_drawing(model, recorded, any_sampler, [own_sampler])
 
 
 @pytest.fixture(scope="module")

@@ -596,7 +596,6 @@ def test_no_chip_talks_to_another_so_their_number_changes_nothing():
     one, eight = (read(f"shapes-sd-bfloat16-v5e-{chips}").whole for chips in ("1-chip", "8-chips"))
     assert one.memory.arguments == eight.memory.arguments
     assert one.memory.temporaries == pytest.approx(eight.memory.temporaries, rel=0.02)
-    assert one.work.flops == pytest.approx(eight.work.flops, rel=0.01)
 
 
 @needs_compiler

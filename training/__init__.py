@@ -1,1 +1,1 @@
-"""How the bundled checkpoints are made and judged. Nothing here is imported by a chapter."""
+"""How the bundled checkpoints are made and judged. Chapters import the renderer and the judge, and nothing else."""
