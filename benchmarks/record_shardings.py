@@ -18,7 +18,8 @@ from diffusers.models.attention_flax import FlaxBasicTransformerBlock
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from course.shardings import find_collectives, split_guidance, split_pairs
+from course.collectives import find_collectives
+from course.shardings import split_guidance, split_pairs
 from course.tpu import find_chip, tpu_devices
 from course.tpu.compiler import versions, write_json
 from course.tpu.pipelines import load_shapes

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stable_diffusion
-from course.shardings import count_collectives
+from course.collectives import count_collectives
 from helpers import bundled_checkpoint, count_compilations
 from stable_diffusion import (
     STATIC,

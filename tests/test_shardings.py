@@ -15,7 +15,8 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from course.shardings import Collective, count_collectives, find_collectives, split_guidance, split_pairs
+from course.collectives import Collective, count_collectives, find_collectives
+from course.shardings import split_guidance, split_pairs
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {"pmap", "replicate", "unreplicate", "shard", "split_keys", "split", "prepare_prompts", "broadcast_to", "lower"}

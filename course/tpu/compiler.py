@@ -19,7 +19,7 @@ from typing import get_args, get_type_hints
 
 import jax
 
-from course.shardings import Collective, find_collectives
+from course.collectives import Collective, find_collectives
 from course.tpu.chips import CHIPS, Chip, find_chip, tpu_devices
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,8 @@ def temporary_bytes(dump: str | Path) -> int:
 
     Read from the compiler's buffer assignment, which it writes into the folder that was given as ``xla_dump_to``. No
     figure of ``memory_analysis`` says it: of libtpu 0.0.42, ``temp_size_in_bytes`` counts gaps twice, or is 0, and
-    ``peak_memory_in_bytes`` leaves gaps out, and counts memory on the chip.
+    ``peak_memory_in_bytes`` leaves gaps out, and counts memory on the chip. For Stable Diffusion XL in bfloat16 on v4
+    with a batch of 16, the first says 28.17 GB, where the buffer assignment has 22.68.
     """
     texts = [file.read_text() for file in Path(dump).glob("*after_optimizations-buffer-assignment.txt")]
     # Other memories than HBM have a color: "size 176, color 2, preallocated-temp".
