@@ -81,8 +81,7 @@ def device_report() -> str:
     kind = f"platform {first.platform!r}, kind {first.device_kind!r}"
     report = f"JAX {jax.__version__} runs on {count} device(s) of {kind}, with {memory}."
     if first.platform == "cpu":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        report += f"\nThis is a CPU run: the {count} device(s) have {cores} core(s) in all. Programs behave as on real "
+        report += f"\nThis is a CPU run on a machine with {os.cpu_count()} core(s). Programs behave as on real "
         report += "devices, but their speed says nothing about real ones."
     return report
 
