@@ -66,6 +66,17 @@ def test_the_page_is_named_first_and_grows_with_each_chapter(result, folder):
     assert "still to run" not in text and "http-equiv" not in text
 
 
+def test_what_a_cell_prints_is_one_output_wherever_the_kernel_cuts_it():
+    def printed(text, name="stdout"):
+        return nbformat.v4.new_output("stream", text=text, name=name)
+
+    picture = nbformat.v4.new_output("display_data", {"image/png": ""})
+    cell = nbformat.v4.new_code_cell()
+    cell.outputs = [printed("half a "), printed("line\n"), printed("!", "stderr"), printed("a"), picture, printed("a")]
+    run_chapters.merge_prints(nbformat.v4.new_notebook(cells=[cell, nbformat.v4.new_markdown_cell()]))
+    assert cell.outputs == [printed("half a line\n"), printed("!", "stderr"), printed("a"), picture, printed("a")]
+
+
 def test_a_kernel_that_dies_is_a_failure_in_one_line(tmp_path):
     cell = nbformat.v4.new_code_cell("import os; os._exit(1)")
     nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "dies.ipynb")

@@ -71,8 +71,25 @@ def execute(chapter: Path, timeout: int | None = None) -> Result:
         except Exception as error:  # a kernel that died
             problem = f"{type(error).__name__}: {error}"
     notebook.metadata["peak_memory"] = memory.peak
+    merge_prints(notebook)
     nbformat.write(notebook, chapter)
     return Result(chapter.stem, time.monotonic() - start, memory.peak, problem)
+
+
+def merge_prints(notebook) -> None:
+    """Make one output of what a cell prints in a row: where a kernel cuts it depends on how fast the cell is.
+
+    Sphinx' extension merges such outputs as well, but begins a new line with each, be it in the middle of one.
+    """
+    for cell in notebook.cells:
+        merged = []
+        for output in cell.get("outputs", []):
+            if merged and merged[-1].output_type == "stream" and merged[-1].name == output.get("name"):
+                merged[-1].text += output.text
+            else:
+                merged.append(output)
+        if merged:
+            cell.outputs = merged
 
 
 def first_error(notebook) -> str | None:
