@@ -1,8 +1,12 @@
-"""Attention: every query looks at all keys, and takes a weighted mean of their values.
+"""Attention: each query looks at all keys, and takes a weighted mean of their values.
 
-The argument ``attention`` says how: a name from ``ATTENTION``, or a function that takes and gives what ``plain`` does.
+There are several functions for it, which compute the same. Each takes a query, (batch, queries,
+heads, size), a key and a value, both (batch, keys, heads, size), and returns (batch, queries,
+heads, size). Where a function of this package has an argument ``attention``, it is one of the names
+in ``ATTENTION``, or any function of this kind.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -16,81 +20,164 @@ from stable_diffusion.layers import linear
 def plain(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool = False) -> jax.Array:
     """Attention as Vaswani et al. (2017) write it: softmax(query keyᵀ / √size) value.
 
-    ``query`` and the result are (batch, queries, heads, size), ``key`` and ``value`` (batch, keys, heads, size). If
-    ``causal``, a query sees only the keys up to its own place, as in the text encoder.
+    ``query`` and the result are (batch, queries, heads, size), ``key`` and ``value`` (batch, keys,
+    heads, size). If ``causal``, a query sees only the keys up to its own place, as in the text
+    encoder.
     """
-    query, key, value = (x.swapaxes(1, 2) for x in (query * query.shape[-1] ** -0.5, key, value))  # heads first
+    size = query.shape[-1]
+    query = (query * size**-0.5).swapaxes(1, 2)  # (batch, heads, queries, size)
+    key = key.swapaxes(1, 2)  # (batch, heads, keys, size)
+    value = value.swapaxes(1, 2)  # (batch, heads, keys, size)
     scores = query @ key.swapaxes(2, 3)  # (batch, heads, queries, keys)
     if causal:
-        scores = jnp.where(jnp.tri(*scores.shape[2:], dtype=bool), scores, -jnp.inf)
-    return (jax.nn.softmax(scores).astype(value.dtype) @ value).swapaxes(1, 2)
+        sees = jnp.tri(*scores.shape[2:], dtype=bool)
+        scores = jnp.where(sees, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(value.dtype)
+    return (weights @ value).swapaxes(1, 2)
 
 
 def dot_product(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """``jax.nn.dot_product_attention``, which computes by XLA; shapes as in ``plain``."""
+    """``jax.nn.dot_product_attention``, as XLA computes it; shapes as in ``plain``."""
     return jax.nn.dot_product_attention(query.astype(value.dtype), key.astype(value.dtype), value)
 
 
+def largest_block(total: int, limit: int) -> int:
+    """The largest multiple of 128 that divides ``total`` and is not above ``limit``."""
+    return max(size for size in range(128, limit + 1, 128) if total % size == 0)
+
+
 def flash_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """JAX's Pallas kernel for TPUs (Dao et al., 2022): it holds one block of scores at a time."""
+    """JAX's Pallas kernel for TPUs (Dao et al., 2022): it holds one block of scores at a time.
+
+    All three and the result are (batch, tokens, heads, size).
+    """
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas  # slow to import
 
     batch, tokens, _, size = query.shape
-    total, wide = tokens + -tokens % 128, size + (-size % 128 if size > 128 else 0)
-    fill = ((0, 0), (0, 0), (0, total - tokens), (0, wide - size))
-    query, key, value = (jnp.pad(x.swapaxes(1, 2), fill) for x in (query, key, value))
-    real = jnp.broadcast_to(jnp.int32(jnp.arange(total) < tokens), (batch, total))
-    fits = 512 if wide < 512 else 256  # wide heads in float32 take all the memory on a v4 chip otherwise
-    rows, columns = (max(n for n in range(128, most + 1, 128) if total % n == 0) for most in (fits, 2 * fits))
-    ids = pallas.SegmentIds(real, real) if total > tokens else None
-    blocks = pallas.BlockSizes(rows, columns, columns, 1, *[rows] * 7)  # of queries, keys twice, images; of gradients
-    y = pallas.flash_attention(query, key, value, segment_ids=ids, sm_scale=size**-0.5, block_sizes=blocks)
+    # The kernel takes multiples of 128 tokens, and of 128 channels in heads of more than 128.
+    total = 128 * math.ceil(tokens / 128)
+    width = size if size <= 128 else 128 * math.ceil(size / 128)
+    padding = ((0, 0), (0, 0), (0, total - tokens), (0, width - size))
+    query = jnp.pad(query.swapaxes(1, 2), padding)  # (batch, heads, total, width)
+    key = jnp.pad(key.swapaxes(1, 2), padding)
+    value = jnp.pad(value.swapaxes(1, 2), padding)
+    segments = None
+    if total > tokens:  # the tokens that were added are a segment that no real token looks at
+        is_real = jnp.int32(jnp.arange(total) < tokens)
+        is_real = jnp.broadcast_to(is_real, (batch, total))
+        segments = pallas.SegmentIds(q=is_real, kv=is_real)
+    # Larger blocks of wide heads in float32 would take more memory than a v4 chip has for them.
+    limit = 512 if width < 512 else 256
+    rows = largest_block(total, limit)
+    columns = largest_block(total, 2 * limit)
+    blocks = pallas.BlockSizes(
+        block_b=1,
+        block_q=rows,
+        block_k_major=columns,
+        block_k=columns,
+        # For the gradients, all blocks have the smaller size.
+        block_q_major_dkv=rows,
+        block_k_major_dkv=rows,
+        block_k_dkv=rows,
+        block_q_dkv=rows,
+        block_k_major_dq=rows,
+        block_k_dq=rows,
+        block_q_dq=rows,
+    )
+    y = pallas.flash_attention(
+        query, key, value, segment_ids=segments, sm_scale=size**-0.5, block_sizes=blocks
+    )
     return y[:, :, :tokens, :size].swapaxes(1, 2).astype(value.dtype)
 
 
 def refuse(*_):
-    raise ValueError("The flash kernel runs on TPUs only: choose the attention 'auto', which uses it on TPUs only.")
+    raise ValueError(
+        "The flash kernel runs on TPUs only: choose the attention 'auto', which uses it only there."
+    )
 
 
-needs_tpu = Primitive("needs_tpu")  # only while a program is lowered does JAX know for which platform it is
+# JAX knows for which platform a program is only while it lowers it. So what refuses is a primitive.
+needs_tpu = Primitive("needs_tpu")
 needs_tpu.def_abstract_eval(lambda query, key, value: query.update(dtype=value.dtype))
 needs_tpu.def_impl(refuse)
 mlir.register_lowering(needs_tpu, refuse)
 
 
-def flash(query: jax.Array, key: jax.Array, value: jax.Array, otherwise=needs_tpu.bind) -> jax.Array:
-    """``flash_kernel`` for pixels that look at pixels; ``plain`` for a text, of whose tokens there are few."""
+def flash(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    otherwise: Callable = needs_tpu.bind,
+) -> jax.Array:
+    """``flash_kernel`` where pixels look at pixels, and ``plain`` where they look at a text.
+
+    A text has few tokens, so its scores are small. On other platforms than a TPU, ``otherwise``
+    takes the kernel's place; by default it raises ``ValueError``.
+    """
     if query.shape[1] != key.shape[1]:
         return plain(query, key, value)
     return jax.lax.platform_dependent(query, key, value, tpu=flash_kernel, default=otherwise)
 
 
 def auto(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """On TPUs ``flash`` from 1,024 tokens on, where it accesses the fewest bytes; else ``plain``."""
-    return flash(query, key, value, plain) if query.shape[1] >= 1024 else plain(query, key, value)
+    """``flash`` on TPUs from 1,024 tokens on, where it moves the fewest bytes; else ``plain``."""
+    if query.shape[1] >= 1024:
+        return flash(query, key, value, otherwise=plain)
+    return plain(query, key, value)
 
 
 ATTENTION = {"auto": auto, "plain": plain, "dot_product": dot_product, "flash": flash}
 
 
 def find_attention(attention: str | Callable) -> Callable:
-    """The function that ``attention`` names, or is; a ``ValueError`` if there is none of that name."""
-    if not callable(attention) and attention not in ATTENTION:
-        raise ValueError(f"There is no attention {attention!r}: choose one of {', '.join(ATTENTION)}, or a function.")
-    return attention if callable(attention) else ATTENTION[attention]
+    """The function of this name in ``ATTENTION``; a function is returned as it is.
+
+    A name that is not there raises ``ValueError``.
+    """
+    if callable(attention):
+        return attention
+    if attention not in ATTENTION:
+        names = ", ".join(ATTENTION)
+        raise ValueError(
+            f"There is no attention {attention!r}: choose one of {names}, or a function."
+        )
+    return ATTENTION[attention]
 
 
-def keys_and_values(p: dict, name: str, x: jax.Array, channels: int, heads: int, bias: bool = False) -> tuple:
-    """What there is to look at in ``x``, (batch, n, any number): both (batch, n, heads, channels / heads)."""
-    shape = (*x.shape[:-1], heads, channels // heads)
-    return tuple(linear(p, f"{name}.{part}", x, channels, bias).reshape(shape) for part in ("to_k", "to_v"))
+def keys_and_values(
+    p: dict, name: str, x: jax.Array, channels: int, heads: int, bias: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """The keys and values that queries find in ``x``, (batch, tokens, any number).
+
+    Both are (batch, tokens, heads, channels / heads).
+    """
+    batch, tokens, _ = x.shape
+    shape = (batch, tokens, heads, channels // heads)
+    key = linear(p, f"{name}.to_k", x, channels, bias).reshape(shape)
+    value = linear(p, f"{name}.to_v", x, channels, bias).reshape(shape)
+    return key, value
 
 
-def attend(p: dict, name: str, x: jax.Array, key, value, attention="auto", bias=False, upcast=False) -> jax.Array:
-    """diffusers' ``Attention``: (batch, queries, channels) to the same; with ``upcast``, scores are float32."""
-    query = linear(p, f"{name}.to_q", x, x.shape[-1], bias).reshape(*x.shape[:-1], *key.shape[-2:])
+def attend(
+    p: dict,
+    name: str,
+    x: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    attention: str | Callable = "auto",
+    bias: bool = False,
+    upcast: bool = False,
+) -> jax.Array:
+    """diffusers' ``Attention``: from (batch, queries, channels) to the same shape.
+
+    ``key`` and ``value`` come from ``keys_and_values``. With ``upcast``, scores are float32.
+    """
+    batch, queries, channels = x.shape
+    heads, size = key.shape[-2:]
+    query = linear(p, f"{name}.to_q", x, channels, bias).reshape(batch, queries, heads, size)
     if upcast:
-        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+        query = query.astype(jnp.float32)
+        key = key.astype(jnp.float32)
     with jax.named_scope("attention"):
         y = find_attention(attention)(query, key, value)
-    return linear(p, f"{name}.to_out.0", y.reshape(x.shape), x.shape[-1])
+    return linear(p, f"{name}.to_out.0", y.reshape(x.shape), channels)

@@ -1,4 +1,6 @@
-"""All of it together: prompts to images."""
+"""The whole model: from prompts to images."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -7,25 +9,45 @@ from stable_diffusion.attention import find_attention
 from stable_diffusion.configs import Config
 from stable_diffusion.samplers import sample
 from stable_diffusion.text import encode_text
-from stable_diffusion.unet import read_text, unet
+from stable_diffusion.unet import Condition, project_text, unet
 from stable_diffusion.vae import decode
 
-# Those arguments of generate that are built into a compiled program: jax.jit(generate, static_argnames=STATIC).
-STATIC = ("config", "sampler", "attention", "height", "width", "guided")
+# The arguments of generate that are built into a compiled program, as in
+# jax.jit(generate, static_argnames=STATIC). All others are inputs.
+STATIC = ("config", "sampler", "attention", "height", "width", "guided", "guidance_axis")
 
 
 def check_ids(config: Config, ids: jax.Array) -> None:
     """Raise ``ValueError`` unless token ids have a shape that ``tokenize`` gives them."""
-    needed = (len(config.text), config.text[0].max_position_embeddings)
-    if ids.ndim != 3 or ids.shape[1:] != needed:
-        raise ValueError(f"The token ids have the shape {ids.shape}: give {('prompts', *needed)}, as tokenize does.")
+    encoders, tokens = len(config.text), config.text[0].max_position_embeddings
+    if ids.ndim != 3 or ids.shape[1:] != (encoders, tokens):
+        raise ValueError(
+            f"The token ids have the shape {ids.shape}: "
+            f"give {('prompts', encoders, tokens)}, as tokenize does."
+        )
 
 
 def encode_prompts(params: dict, config: Config, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the UNet reads of prompts, from token ids, (batch, text encoders, tokens).
+    """What the UNet reads of prompts.
 
-    It gives a vector for each token, (batch, tokens, channels), and one for each prompt, (batch, channels), which only
-    Stable Diffusion XL reads. Ids of a different shape raise ``ValueError``.
+    Parameters
+    ----------
+    params, config : dict, Config
+        From ``load``.
+    ids : jax.Array
+        Token ids, int, (batch, text encoders, tokens).
+
+    Returns
+    -------
+    context : jax.Array
+        A vector for each token, (batch, tokens, channels).
+    pooled : jax.Array
+        A vector for each prompt, (batch, channels), which only Stable Diffusion XL reads.
+
+    Raises
+    ------
+    ValueError
+        If the ids have a different shape.
     """
     check_ids(config, ids)
     hidden, last, pooled = encode_text(params["text_encoder"], config.text[0], ids[:, 0])
@@ -36,7 +58,10 @@ def encode_prompts(params: dict, config: Config, ids: jax.Array) -> tuple[jax.Ar
 
 
 def pair(negative: jax.Array, positive: jax.Array) -> jax.Array:
-    """Two batches in turns, (2 batch, ...), so that both halves of an image's guidance are on its device."""
+    """Two batches in turns, (2 batch, ...).
+
+    So both halves of an image's guidance are on the device that draws the image.
+    """
     return jnp.stack([negative, positive], axis=1).reshape(-1, *positive.shape[1:])
 
 
@@ -46,89 +71,198 @@ def unpair(both: jax.Array) -> jax.Array:
 
 
 def generate(
-    params: dict, config: Config, ids: jax.Array, key: jax.Array, negative_ids: jax.Array | None = None,
-    steps: int | jax.Array = 50, guidance: float | jax.Array = 7.5, latents: jax.Array | None = None, *,
-    unguided_below: float | jax.Array | None = None, sampler: str | None = None, attention="auto",
-    height: int | None = None, width: int | None = None, guided: bool | str = True,
-) -> jax.Array:  # fmt: skip
-    """Draw an image for each prompt, as diffusers' ``StableDiffusionPipeline`` and ``StableDiffusionXLPipeline`` do.
+    params: dict,
+    config: Config,
+    ids: jax.Array,
+    key: jax.Array,
+    negative_ids: jax.Array | None = None,
+    steps: int | jax.Array = 50,
+    guidance: float | jax.Array = 7.5,
+    latents: jax.Array | None = None,
+    *,
+    unguided_below: float | jax.Array | None = None,
+    sampler: str | Callable | None = None,
+    attention: str | Callable = "auto",
+    height: int | None = None,
+    width: int | None = None,
+    guided: bool = True,
+    guidance_axis: str | None = None,
+) -> jax.Array:
+    """Draw an image for each prompt.
 
-    A pure function, to be compiled by ``jax.jit(generate, static_argnames=STATIC)``. It gives images from 0 to 1,
-    float32, (batch, height, width, 3); NaN if a compiled program gets ``steps`` out of range. What does not fit, as
-    ids, sizes, parameters or names, raises ``ValueError``.
+    It does what diffusers' ``StableDiffusionPipeline`` and ``StableDiffusionXLPipeline`` do. It is
+    a pure function, to be compiled by ``jax.jit(generate, static_argnames=STATIC)``.
 
     Parameters
     ----------
-    params, config, ids, negative_ids : dict, Config, jax.Array, jax.Array
-        From ``load``; and token ids of what to draw, int, (batch, text encoders, tokens), and of what not to draw,
-        (batch or 1, ...): those of "" at least. Only Stable Diffusion XL can do without.
-    key, latents : jax.Array
-        A random key for each image, (batch,), or one for all, as the pipelines take it; or noise in place of the keys',
-        float32, (batch, height / 8, width / 8, 4).
-    steps, guidance, unguided_below : int, float or jax.Array
-        The number of steps, the guidance scale, (batch,) or one, and the timestep of training below which guidance is
-        left out. All are inputs, so that different ones do not compile again.
-    sampler, attention : str or callable
-        One of ``SAMPLERS``, by default the model's own, and one of ``ATTENTION``.
+    params, config : dict, Config
+        From ``load``.
+    ids : jax.Array
+        Token ids of what to draw, int, (batch, text encoders, tokens).
+    key : jax.Array
+        A random key for each image, (batch,), or one for all, as the pipelines take it.
+    negative_ids : jax.Array, optional
+        Token ids of what not to draw, (batch or 1, text encoders, tokens): at least those of the
+        empty prompt. Only Stable Diffusion XL can do without.
+    steps : int or jax.Array
+        The number of steps. A different one compiles nothing again.
+    guidance : float or jax.Array
+        The guidance scale, one for all or (batch,). A different one compiles nothing again.
+    latents : jax.Array, optional
+        Noise in place of the keys', float32, (batch, height / 8, width / 8, 4).
+    unguided_below : float or jax.Array, optional
+        The timestep of the training below which guidance is left out.
+    sampler : str or callable, optional
+        See ``stable_diffusion.samplers.sample``; by default the model's own.
+    attention : str or callable
+        See ``stable_diffusion.attention``.
     height, width : int, optional
-        Of the images in pixels, by default as in training.
-    guided : bool or str
-        Without guidance a step is half of the work. Inside ``jax.shard_map`` this may name an axis of two devices, of
-        which each does one half of the UNet's operations: the same images in less time.
+        Of the images in pixels; by default as in the training.
+    guided : bool
+        Whether there is guidance. Without it a step is half of the work.
+    guidance_axis : str, optional
+        Inside ``jax.shard_map``, the name of an axis of two devices, of which each does one half of
+        the UNet's work for guidance: the same images in less time.
+
+    Returns
+    -------
+    jax.Array
+        Images from 0 to 1, float32, (batch, height, width, 3). They are NaN if a compiled program
+        gets a number of steps that is out of range.
+
+    Raises
+    ------
+    ValueError
+        If ids, sizes, parameters, names or a number of steps do not fit.
     """
     side = config.unet.sample_size * config.pixels_per_latent
-    height, width = (side if size is None else size for size in (height, width))
-    grain = config.pixels_per_latent * 2 ** (len(config.unet.block_out_channels) - 1)
-    if height < 1 or width < 1 or height % grain or width % grain:
-        raise ValueError(f"This UNet cannot halve images of {height} × {width} pixels: choose multiples of {grain}.")
-    most = config.schedule.num_train_timesteps - config.schedule.steps_offset - 1
-    is_whole = jnp.issubdtype(jnp.result_type(steps), jnp.integer)
-    if not is_whole or not (isinstance(steps, jax.core.Tracer) or 1 <= steps <= most):
-        raise ValueError(f"The number of steps is {steps}: choose a whole number from 1 to {most}.")
-    find_attention(attention)
+    height = side if height is None else height
+    width = side if width is None else width
+    most_steps = config.schedule.num_train_timesteps - config.schedule.steps_offset - 1
     check_ids(config, ids)
-    if negative_ids is not None and negative_ids.shape not in (ids.shape, (1, *ids.shape[1:])):
-        raise ValueError(f"The negative ids have the shape {negative_ids.shape}: give {ids.shape}, or of 1 for all.")
-    if isinstance(guided, str) and (devices := jax.lax.axis_size(guided)) != 2:
-        raise ValueError(f"Guidance has two halves, and the axis {guided!r} has {devices} device(s): give it two.")
+    check_size(config, height, width)
+    check_steps(steps, most_steps)
+    check_guidance(config, ids, negative_ids, guided, guidance_axis)
+    find_attention(attention)
 
-    batch, sizes = len(ids), jnp.array([height, width, 0, 0, height, width])
     if not guided:
         context, pooled = encode_prompts(params, config, ids)
-    elif negative_ids is not None:
-        context, pooled = encode_prompts(params, config, pair(jnp.broadcast_to(negative_ids, ids.shape), ids))
-    elif config.is_xl:
-        context, pooled = (pair(jnp.zeros_like(part), part) for part in encode_prompts(params, config, ids))
+    elif negative_ids is None:  # Stable Diffusion XL has zeros in place of the empty prompt
+        context, pooled = encode_prompts(params, config, ids)
+        context = pair(jnp.zeros_like(context), context)
+        pooled = pair(jnp.zeros_like(pooled), pooled)
     else:
-        raise ValueError("Guidance needs negative_ids: give token ids of what not to draw, or of the empty prompt.")
-    condition = read_text(params["unet"], config.unet, context, pooled, sizes)
+        both = pair(jnp.broadcast_to(negative_ids, ids.shape), ids)
+        context, pooled = encode_prompts(params, config, both)
+    sizes = jnp.array([height, width, 0, 0, height, width])
+    condition = project_text(params["unet"], config.unet, context, pooled, sizes)
 
-    def ask(x: jax.Array, timestep: jax.Array, read=condition) -> jax.Array:
-        return unet(params["unet"], config.unet, x, timestep, read, attention).astype(jnp.float32)
+    def ask(x: jax.Array, timestep: jax.Array, condition: Condition) -> jax.Array:
+        output = unet(params["unet"], config.unet, x, timestep, condition, attention)
+        return output.astype(jnp.float32)
 
-    def ask_unguided(x: jax.Array, timestep: jax.Array) -> jax.Array:
-        return ask(x, timestep, jax.tree.map(lambda part: unpair(part)[1], condition) if guided else condition)
+    def half_of_condition(half: int | jax.Array) -> Condition:
+        """That of the negative prompts, 0, or of the prompts, 1."""
+        return jax.tree.map(lambda part: unpair(part)[half], condition)
 
-    def ask_guided(x: jax.Array, timestep: jax.Array) -> jax.Array:
-        if guided is True:
-            without, with_prompt = unpair(ask(pair(x, x), timestep))
+    def ask_without_guidance(x: jax.Array, timestep: jax.Array) -> jax.Array:
+        return ask(x, timestep, half_of_condition(1))
+
+    def ask_with_guidance(x: jax.Array, timestep: jax.Array) -> jax.Array:
+        if guidance_axis is None:
+            without, with_prompt = unpair(ask(pair(x, x), timestep, condition))
         else:  # this device's half, and then both devices' answers
-            mine = jax.tree.map(lambda part: unpair(part)[jax.lax.axis_index(guided)], condition)
-            without, with_prompt = jax.lax.all_gather(ask(x, timestep, mine), guided)
+            mine = half_of_condition(jax.lax.axis_index(guidance_axis))
+            without, with_prompt = jax.lax.all_gather(ask(x, timestep, mine), guidance_axis)
         return without + jnp.reshape(guidance, (-1, 1, 1, 1)) * (with_prompt - without)
 
     def model(x: jax.Array, timestep: jax.Array) -> jax.Array:
-        if not guided or unguided_below is None:
-            return (ask_guided if guided else ask_unguided)(x, timestep)
-        return jax.lax.cond(timestep >= unguided_below, ask_guided, ask_unguided, x, timestep)
+        if not guided:
+            return ask(x, timestep, condition)
+        if unguided_below is None:
+            return ask_with_guidance(x, timestep)
+        is_guided = timestep >= unguided_below
+        return jax.lax.cond(is_guided, ask_with_guidance, ask_without_guidance, x, timestep)
 
-    shape = (height // config.pixels_per_latent, width // config.pixels_per_latent, config.unet.in_channels)
-    if latents is None:  # drawn with channels first, as the pipelines draw them
-        channels_first = (shape[2], *shape[:2])
-        each = jax.vmap(lambda key: jax.random.normal(key, channels_first))
-        latents = each(key) if key.ndim else jax.random.normal(key, (batch, *channels_first))
-        latents = jnp.moveaxis(latents, 1, -1)
-    if latents.shape != (batch, *shape):
-        raise ValueError(f"Latents or keys are for {latents.shape}: give them for {(batch, *shape)}.")
+    shape = (
+        len(ids),
+        height // config.pixels_per_latent,
+        width // config.pixels_per_latent,
+        config.unet.in_channels,
+    )
+    if latents is None:
+        latents = draw_noise(key, shape)
+    if latents.shape != shape:
+        raise ValueError(f"Latents or keys are for {latents.shape}: give them for {shape}.")
     latents = sample(model, config.schedule, latents, jnp.int32(steps), sampler)
-    return decode(params["vae"], config.vae, jnp.where((steps >= 1) & (steps <= most), latents, jnp.nan), attention)
+    latents = jnp.where((steps >= 1) & (steps <= most_steps), latents, jnp.nan)
+    return decode(params["vae"], config.vae, latents, attention)
+
+
+def check_size(config: Config, height: int, width: int) -> None:
+    """Raise ``ValueError`` unless the UNet can draw images of this size, in pixels."""
+    multiple = config.side_multiple
+    if height < 1 or width < 1 or height % multiple or width % multiple:
+        raise ValueError(
+            f"This UNet cannot halve images of {height} × {width} pixels: "
+            f"choose multiples of {multiple}."
+        )
+
+
+def check_steps(steps: int | jax.Array, most: int) -> None:
+    """Raise ``ValueError`` unless ``steps`` is a whole number from 1 to ``most``.
+
+    While a program is traced, its value is not known yet.
+    """
+    is_whole = jnp.issubdtype(jnp.result_type(steps), jnp.integer)
+    if not is_whole or not (isinstance(steps, jax.core.Tracer) or 1 <= steps <= most):
+        raise ValueError(f"The number of steps is {steps}: choose a whole number from 1 to {most}.")
+
+
+def check_guidance(
+    config: Config,
+    ids: jax.Array,
+    negative_ids: jax.Array | None,
+    guided: bool,
+    guidance_axis: str | None,
+) -> None:
+    """Raise ``ValueError`` unless what guidance needs is there; arguments as of ``generate``."""
+    if negative_ids is None:
+        if guided and not config.is_xl:
+            raise ValueError(
+                "Guidance needs negative_ids: "
+                "give token ids of what not to draw, or of the empty prompt."
+            )
+    elif negative_ids.shape not in (ids.shape, (1, *ids.shape[1:])):
+        raise ValueError(
+            f"The negative ids have the shape {negative_ids.shape}: "
+            f"give {ids.shape}, or of 1 for all."
+        )
+    if guidance_axis is None:
+        return
+    if not guided:
+        raise ValueError(
+            f"Without guidance there are no halves of it for the axis {guidance_axis!r}: "
+            "leave out guidance_axis, or guided=False."
+        )
+    devices = jax.lax.axis_size(guidance_axis)
+    if devices != 2:
+        raise ValueError(
+            f"Guidance has two halves, and the axis {guidance_axis!r} has {devices} device(s): "
+            "give it two."
+        )
+
+
+def draw_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Noise for images, of variance 1, float32, (batch, height, width, channels).
+
+    There is a key for each image, (batch,), or one for all, (). The numbers are drawn with channels
+    first, as the pipelines draw them.
+    """
+    batch, height, width, channels = shape
+    if key.ndim == 0:
+        noise = jax.random.normal(key, (batch, channels, height, width))
+    else:
+        draw = jax.vmap(lambda key: jax.random.normal(key, (channels, height, width)))
+        noise = draw(key)
+    return jnp.moveaxis(noise, 1, -1)

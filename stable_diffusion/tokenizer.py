@@ -1,46 +1,123 @@
-"""CLIP's tokenizer: prompts to token ids."""
+"""CLIP's tokenizer: from prompts to token ids."""
 
 import json
 import warnings
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+import tokenizers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"  # words, digits, signs, as in openai/CLIP
+# Endings, words, digits and signs, as in openai/CLIP.
+PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
-def read_tokenizer(folder: Path) -> Callable[[list[str]], np.ndarray]:
-    """Read ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``, as transformers' ``CLIPTokenizerFast`` does.
+@dataclass(frozen=True)
+class Encoder:
+    """The tokenizer of one text encoder."""
 
-    It gives a function from a list of prompts to token ids, int32, (prompts, tokens), which warns of a long prompt.
+    splitter: tokenizers.Tokenizer  # cuts a text into tokens
+    room: int  # how many tokens the text encoder reads
+    start: int  # the id of the token before a prompt
+    end: int  # and after it
+    fill: int  # and of those that fill up the rest
+
+    def split(self, text: str) -> list[int]:
+        """The ids of a text's tokens, however many there are, without start and end."""
+        return self.splitter.encode(text).ids
+
+    def fill_up(self, ids: list[int]) -> list[int]:
+        """What the text encoder reads: start, as many of the ids as there is room for, and end."""
+        row = [self.start, *ids[: self.room - 2], self.end]
+        return row + [self.fill] * (self.room - len(row))
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The tokenizers of all text encoders of a model. To use it, call it with prompts."""
+
+    encoders: tuple[Encoder, ...]
+
+    def __call__(self, prompts: list[str]) -> np.ndarray:
+        """Turn prompts into token ids, int32, (prompts, text encoders, tokens).
+
+        If a prompt has more tokens than the text encoders read, there is a warning, and its end is
+        left out.
+        """
+        room = self.encoders[0].room
+        most = room - 2  # without start and end
+        rows = np.empty((len(prompts), len(self.encoders), room), np.int32)
+        for row, prompt in zip(rows, prompts, strict=True):
+            for number, encoder in enumerate(self.encoders):
+                encoding = encoder.splitter.encode(prompt)
+                # All encoders cut at the same place, so one warning is enough.
+                if len(encoding.ids) > most and number == 0:
+                    lost = prompt[encoding.offsets[most][0] :].strip()
+                    warnings.warn(
+                        f"A prompt has {len(encoding.ids)} tokens, and {most} are read: "
+                        f"not {lost!r}.",
+                        stacklevel=2,
+                    )
+                row[number] = encoder.fill_up(encoding.ids)
+        return rows
+
+    def with_word(self, word: str) -> "Tokenizer":
+        """A tokenizer that knows one word more, as one token.
+
+        Its id is the next one that is free. It stands for the word wherever that stands by itself,
+        with small letters or large ones.
+        """
+        encoders = []
+        for encoder in self.encoders:
+            splitter = tokenizers.Tokenizer.from_str(encoder.splitter.to_str())  # a copy
+            splitter.add_tokens([AddedToken(word, single_word=True, normalized=True)])
+            encoders.append(replace(encoder, splitter=splitter))
+        return Tokenizer(tuple(encoders))
+
+
+def read_tokenizer(folder: str | Path) -> Encoder:
+    """Read the tokenizer of one text encoder, as transformers' ``CLIPTokenizerFast`` does.
+
+    The folder has ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``.
     """
+    folder = Path(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    room, names = settings["model_max_length"], [settings[f"{name}_token"] for name in ("bos", "eos", "pad")]
-    start, end, pad = (name if isinstance(name, str) else name["content"] for name in names)
     vocabulary = json.loads((folder / "vocab.json").read_text())
-    lines = (folder / "merges.txt").read_text().splitlines()
-    merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end))
-    spaces = normalizers.Replace(Regex(r"\s+"), " ")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), spaces, normalizers.Lowercase()])
-    words = pre_tokenizers.Split(Regex(PATTERN), behavior="removed", invert=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=True) for token in dict.fromkeys((start, end, pad))])
-    first, last, filler = (tokenizer.token_to_id(token) for token in (start, end, pad))
+    merges = []
+    for line in (folder / "merges.txt").read_text().splitlines():
+        if line and not line.startswith("#version"):
+            merges.append(tuple(line.split()))
 
-    def tokenize(prompts: list[str]) -> np.ndarray:
-        ids = np.full((len(prompts), room), filler, np.int32)
-        for row, prompt in zip(ids, prompts, strict=True):
-            tokens = tokenizer.encode(prompt).ids
-            if len(tokens) > room - 2:
-                lost = tokenizer.decode(tokens[room - 2 :]).replace("</w>", " ").strip()
-                warning = f"A prompt has {len(tokens)} tokens, and {room - 2} are read: not {lost!r}."
-                warnings.warn(warning, stacklevel=3)
-            tokens = [first, *tokens[: room - 2], last]
-            row[: len(tokens)] = tokens
-        return ids
+    def special_token(name: str) -> str:
+        token = settings[name]
+        return token if isinstance(token, str) else token["content"]
 
-    return tokenize
+    start = special_token("bos_token")
+    end = special_token("eos_token")
+    fill = special_token("pad_token")
+    splitter = tokenizers.Tokenizer(
+        models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end)
+    )
+    splitter.normalizer = normalizers.Sequence(
+        [
+            normalizers.NFC(),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Lowercase(),
+        ]
+    )
+    splitter.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    for token in dict.fromkeys((start, end, fill)):  # each once
+        splitter.add_special_tokens([AddedToken(token, normalized=True)])
+    return Encoder(
+        splitter=splitter,
+        room=settings["model_max_length"],
+        start=splitter.token_to_id(start),
+        end=splitter.token_to_id(end),
+        fill=splitter.token_to_id(fill),
+    )

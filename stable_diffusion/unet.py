@@ -1,8 +1,10 @@
-"""The UNet: from noisy latents, a timestep and a text it says what of the latents is noise. It is a list of blocks.
+"""The UNet: it says what of noisy latents is noise, from a timestep and a text.
 
-On the way down some results are kept, and on the way up each of them is appended to the input of a block.
+It is a list of blocks. On the way down some results are kept, and on the way up each of them is
+appended to the input of a block.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,7 +15,8 @@ from stable_diffusion.attention import attend, keys_and_values
 from stable_diffusion.configs import UNetConfig
 from stable_diffusion.layers import conv, group_norm, layer_norm, linear, residual, upsample
 
-TRANSFORMER_EPSILON = 1e-6  # of a transformer's group norm; the Flax pipelines of diffusers had 1e-5
+# Of a transformer's group norm. The Flax pipelines of diffusers have 1e-5.
+TRANSFORMER_EPSILON = 1e-6
 
 
 class Block(NamedTuple):
@@ -29,45 +32,87 @@ class Block(NamedTuple):
 
 
 def blocks(config: UNetConfig) -> list[Block]:
-    """The UNet as a list: the order of diffusers' ``UNet2DConditionModel``."""
-    plan, channels, top = [], config.block_out_channels, len(config.block_out_channels) - 1
+    """The blocks in the order of diffusers' ``UNet2DConditionModel``."""
+    channels = config.block_out_channels
+    deepest = len(channels) - 1
+    found = [Block("conv", "conv_in", channels[0], keep=True)]
 
-    def add(part: str, n: int, level: int, crosses: bool, join: bool = False, keep: bool = False) -> None:
+    def add_layer(
+        part: str, n: int, level: int, attends: bool, join: bool = False, keep: bool = False
+    ) -> None:
         """Add a residual block and, if pixels look at the text here, a transformer."""
-        plan.append(Block("residual", f"{part}.resnets.{n}", channels[level], join=join, keep=keep and not crosses))
-        if crosses:
-            numbers = (config.at_level(name, level) for name in ("attention_head_dim", "transformer_layers_per_block"))
-            plan.append(Block("transformer", f"{part}.attentions.{n}", channels[level], *numbers, keep=keep))
+        found.append(
+            Block(
+                kind="residual",
+                name=f"{part}.resnets.{n}",
+                channels=channels[level],
+                join=join,
+                keep=keep and not attends,
+            )
+        )
+        if attends:
+            found.append(
+                Block(
+                    kind="transformer",
+                    name=f"{part}.attentions.{n}",
+                    channels=channels[level],
+                    heads=config.heads(level),
+                    depth=config.depth(level),
+                    keep=keep,
+                )
+            )
 
-    plan.append(Block("conv", "conv_in", channels[0], keep=True))
     for level, kind in enumerate(config.down_block_types):
+        part = f"down_blocks.{level}"
+        attends = kind.startswith("CrossAttn")
         for n in range(config.layers_per_block):
-            add(f"down_blocks.{level}", n, level, kind.startswith("CrossAttn"), keep=True)
-        if level < top:
-            name = f"down_blocks.{level}.downsamplers.0.conv"
-            plan.append(Block("downsample", name, channels[level], keep=True))
-    add("mid_block", 0, top, crosses=True)
-    add("mid_block", 1, top, crosses=False)
+            add_layer(part, n, level, attends, keep=True)
+        if level < deepest:
+            name = f"{part}.downsamplers.0.conv"
+            found.append(Block("downsample", name, channels[level], keep=True))
+    add_layer("mid_block", 0, deepest, attends=True)
+    add_layer("mid_block", 1, deepest, attends=False)
     for up, kind in enumerate(config.up_block_types):
+        part = f"up_blocks.{up}"
+        level = deepest - up
+        attends = kind.startswith("CrossAttn")
         for n in range(config.layers_per_block + 1):
-            add(f"up_blocks.{up}", n, top - up, kind.startswith("CrossAttn"), join=True)
-        if up < top:
-            plan.append(Block("upsample", f"up_blocks.{up}.upsamplers.0.conv", channels[top - up]))
-    return plan
+            add_layer(part, n, level, attends, join=True)
+        if level > 0:
+            found.append(Block("upsample", f"{part}.upsamplers.0.conv", channels[level]))
+    return found
 
 
 class Condition(NamedTuple):
-    """What the UNet reads of the text: the same at every step, so it is computed once, before the first."""
+    """What the UNet reads of the text: the same at every step, so it is computed once before."""
 
-    words: dict  # by the name of an attention to the text: keys and values, each (batch, tokens, heads, size)
-    whole: jax.Array | None = None  # what Stable Diffusion XL adds to the embedded timestep, (batch, channels)
+    # Keys and values by the name of an attention to the text, each (batch, tokens, heads, size).
+    words: dict[str, tuple[jax.Array, jax.Array]]
+    # What Stable Diffusion XL adds to the embedded timestep, (batch, channels).
+    whole: jax.Array | None = None
 
 
-def read_text(p: dict, config: UNetConfig, context: jax.Array, pooled=None, sizes=None) -> Condition:
-    """Prepare the text for the UNet, from the text encoders' vectors, (batch, tokens, channels).
+def project_text(
+    p: dict,
+    config: UNetConfig,
+    context: jax.Array,
+    pooled: jax.Array | None = None,
+    sizes: jax.Array | None = None,
+) -> Condition:
+    """Prepare a text for all steps: the keys and values of its vectors.
 
-    Only Stable Diffusion XL has ``pooled``, (batch, channels), and ``sizes``, six numbers: height and width of the
-    original, top and left of what was cut out of it, height and width of the image.
+    Parameters
+    ----------
+    p : dict
+        The UNet's parameters.
+    config : UNetConfig
+    context : jax.Array
+        The text encoders' vectors, (batch, tokens, channels).
+    pooled : jax.Array, optional
+        A vector of the whole prompt, (batch, channels). Only Stable Diffusion XL has it.
+    sizes : jax.Array, optional
+        Six numbers, (6,), which only Stable Diffusion XL has: the height and width of the original
+        image, the top and left edge of what was cut out of it, and the height and width of that.
     """
     words = {}
     for block in blocks(config):
@@ -76,77 +121,161 @@ def read_text(p: dict, config: UNetConfig, context: jax.Array, pooled=None, size
             words[name] = keys_and_values(p, name, context, block.channels, block.heads)
     if config.addition_embed_type is None:
         return Condition(words)
-    sizes = jnp.tile(waves(sizes, config.addition_time_embed_dim).reshape(1, -1), (len(pooled), 1))
-    return Condition(words, embed(p, "add_embedding", jnp.concatenate([pooled, sizes], axis=-1), config))
+    embedded = timestep_embedding(sizes, config.addition_time_embed_dim)  # (6, width)
+    embedded = jnp.tile(embedded.reshape(1, -1), (len(pooled), 1))  # (batch, 6 width)
+    embedded = jnp.concatenate([pooled, embedded], axis=-1)
+    return Condition(words, embedding_layers(p, "add_embedding", embedded, config))
 
 
-def unet(p: dict, config: UNetConfig, latents, timestep, condition: Condition, attention="auto", run=None) -> jax.Array:
-    """diffusers' ``UNet2DConditionModel``: noise, or what else it was trained to predict, (batch, height, width, 4).
+def unet(
+    p: dict,
+    config: UNetConfig,
+    latents: jax.Array,
+    timestep: jax.Array,
+    condition: Condition,
+    attention: str | Callable = "auto",
+    run: Callable | None = None,
+) -> jax.Array:
+    """diffusers' ``UNet2DConditionModel``.
 
-    ``latents``, (batch, height, width, 4), have as much variance as DDIM's at the timestep, which is one for all or
-    (batch,). ``run`` runs a block, as ``run_block`` does. A side that cannot be halved raises ``ValueError``.
+    Parameters
+    ----------
+    p : dict
+        The UNet's parameters.
+    config : UNetConfig
+    latents : jax.Array
+        With as much variance as DDIM's at the timestep, (batch, height, width, 4).
+    timestep : jax.Array
+        One for each image, (batch,), or one for all, ().
+    condition : Condition
+        From ``project_text``.
+    attention : str or callable
+        See ``stable_diffusion.attention``.
+    run : callable, optional
+        What runs a block, in place of ``run_block``.
+
+    Returns
+    -------
+    jax.Array
+        The noise, or what else the model was trained to predict, (batch, height, width, 4).
+
+    Raises
+    ------
+    ValueError
+        If a side of the latents cannot be halved as often as the UNet does it.
     """
+    _, height, width, _ = latents.shape
     halvings = len(config.block_out_channels) - 1
-    if any(side % 2**halvings for side in latents.shape[1:3]):
-        sides = " × ".join(map(str, latents.shape[1:3]))
-        raise ValueError(f"Latents of {sides} cannot be halved {halvings} times: choose multiples of {2**halvings}.")
+    if height % 2**halvings or width % 2**halvings:
+        raise ValueError(
+            f"Latents of {height} × {width} cannot be halved {halvings} times: "
+            f"choose multiples of {2**halvings}."
+        )
+    if run is None:
+        run = run_block
     timesteps = jnp.broadcast_to(timestep, len(latents))
-    time = embed(p, "time_embedding", waves(timesteps, config.block_out_channels[0]), config)
+    time = timestep_embedding(timesteps, config.block_out_channels[0])
+    time = embedding_layers(p, "time_embedding", time, config)  # (batch, channels)
     if condition.whole is not None:
         time += condition.whole
-    x, kept = latents, []
+    x = latents
+    kept = []
     for block in blocks(config):
         if block.join:
             x = jnp.concatenate([x, kept.pop()], axis=-1)
-        x = (run or run_block)(p, config, block, x, time, condition, attention)
+        x = run(p, config, block, x, time, condition, attention)
         if block.keep:
             kept.append(x)
-    x = jax.nn.silu(group_norm(p, "conv_norm_out", x, config.norm_num_groups, config.norm_eps))
-    return conv(p, "conv_out", x, config.out_channels)
+    x = group_norm(p, "conv_norm_out", x, config.norm_num_groups, config.norm_eps)
+    return conv(p, "conv_out", jax.nn.silu(x), config.out_channels)
 
 
-def run_block(p: dict, config: UNetConfig, block: Block, x: jax.Array, time, condition, attention) -> jax.Array:
-    """One block: (batch, height, width, any number) to (batch, height, width, ``block.channels``)."""
+def run_block(
+    p: dict,
+    config: UNetConfig,
+    block: Block,
+    x: jax.Array,
+    time: jax.Array | None,
+    condition: Condition,
+    attention: str | Callable,
+) -> jax.Array:
+    """Run one block.
+
+    From (batch, height, width, any number) to (batch, height, width, ``block.channels``); height
+    and width are halved by a "downsample", and doubled by an "upsample". ``time`` is the embedded
+    timestep, (batch or 1, channels), which only a residual block reads.
+    """
     match block.kind:
+        case "conv":
+            return conv(p, block.name, x, block.channels)
         case "residual":
-            return residual(p, block.name, x, block.channels, config.norm_num_groups, config.norm_eps, time)
+            groups, epsilon = config.norm_num_groups, config.norm_eps
+            return residual(p, block.name, x, block.channels, groups, epsilon, time)
         case "transformer":
             return transformer(p, config, block, x, condition, attention)
         case "downsample":
             return conv(p, block.name, x, block.channels, stride=2)
         case "upsample":
             return conv(p, block.name, upsample(x), block.channels)
-        case "conv":
-            return conv(p, block.name, x, block.channels)
 
 
-def transformer(p: dict, config: UNetConfig, block: Block, x: jax.Array, condition, attention) -> jax.Array:
-    """diffusers' ``Transformer2DModel``: pixels look at pixels, then at the text; (batch, height, width, channels)."""
-    project = linear if config.use_linear_projection else lambda *inputs: conv(*inputs, size=1)
-    upcast, channels = config.upcast_attention, block.channels
+def transformer(
+    p: dict,
+    config: UNetConfig,
+    block: Block,
+    x: jax.Array,
+    condition: Condition,
+    attention: str | Callable,
+) -> jax.Array:
+    """diffusers' ``Transformer2DModel``: pixels look at pixels, then at the text.
+
+    From (batch, height, width, channels) to the same shape.
+    """
+    channels = block.channels
+    upcast = config.upcast_attention
+
+    def project(name: str, x: jax.Array) -> jax.Array:
+        if config.use_linear_projection:
+            return linear(p, name, x, channels)
+        return conv(p, name, x, channels, size=1)
+
     y = group_norm(p, f"{block.name}.norm", x, config.norm_num_groups, TRANSFORMER_EPSILON)
-    y = project(p, f"{block.name}.proj_in", y, channels).reshape(len(x), -1, channels)  # (batch, pixels, channels)
+    y = project(f"{block.name}.proj_in", y)
+    y = y.reshape(len(x), -1, channels)  # (batch, pixels, channels)
     for n in range(block.depth):
         name = f"{block.name}.transformer_blocks.{n}"
+        # Pixels look at pixels.
         z = layer_norm(p, f"{name}.norm1", y)
-        pixels = keys_and_values(p, f"{name}.attn1", z, channels, block.heads)
-        y += attend(p, f"{name}.attn1", z, *pixels, attention, upcast=upcast)
+        key, value = keys_and_values(p, f"{name}.attn1", z, channels, block.heads)
+        y += attend(p, f"{name}.attn1", z, key, value, attention, upcast=upcast)
+        # Pixels look at the text.
         z = layer_norm(p, f"{name}.norm2", y)
-        y += attend(p, f"{name}.attn2", z, *condition.words[f"{name}.attn2"], attention, upcast=upcast)
-        z = linear(p, f"{name}.ff.net.0.proj", layer_norm(p, f"{name}.norm3", y), 8 * channels)
-        z, gate = jnp.split(z, 2, axis=-1)  # diffusers' GEGLU
+        key, value = condition.words[f"{name}.attn2"]
+        y += attend(p, f"{name}.attn2", z, key, value, attention, upcast=upcast)
+        # Each pixel by itself: diffusers' GEGLU.
+        z = layer_norm(p, f"{name}.norm3", y)
+        z = linear(p, f"{name}.ff.net.0.proj", z, 8 * channels)
+        z, gate = jnp.split(z, 2, axis=-1)
         y += linear(p, f"{name}.ff.net.2", z * layers.gelu(gate), channels)
-    return x + project(p, f"{block.name}.proj_out", y.reshape(x.shape), channels)
+    return x + project(f"{block.name}.proj_out", y.reshape(x.shape))
 
 
-def embed(p: dict, name: str, x: jax.Array, config: UNetConfig) -> jax.Array:
-    """diffusers' ``TimestepEmbedding``: two linear layers, to 4 times the channels of the first level."""
-    width = 4 * config.block_out_channels[0]
-    return linear(p, f"{name}.linear_2", jax.nn.silu(linear(p, f"{name}.linear_1", x, width)), width)
+def timestep_embedding(numbers: jax.Array, width: int) -> jax.Array:
+    """diffusers' ``get_timestep_embedding``: cosines and sines of numbers at falling frequencies.
 
-
-def waves(numbers: jax.Array, width: int) -> jax.Array:
-    """diffusers' ``get_timestep_embedding``: (n,) to cosines and sines at falling frequencies, float32, (n, width)."""
-    frequencies = 10_000.0 ** -(jnp.arange(width // 2, dtype=jnp.float32) / (width // 2))
+    From (n,) to (n, width), float32.
+    """
+    half = width // 2
+    frequencies = 10_000.0 ** -(jnp.arange(half, dtype=jnp.float32) / half)
     angles = numbers.astype(jnp.float32)[:, None] * frequencies
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def embedding_layers(p: dict, name: str, x: jax.Array, config: UNetConfig) -> jax.Array:
+    """diffusers' ``TimestepEmbedding``: two linear layers.
+
+    From (batch, any number) to (batch, 4 times the channels of the first level).
+    """
+    width = 4 * config.block_out_channels[0]
+    y = linear(p, f"{name}.linear_1", x, width)
+    return linear(p, f"{name}.linear_2", jax.nn.silu(y), width)

@@ -1,1 +1,1 @@
-"""How the bundled checkpoints are made and judged. Chapters import the renderer and the judge, and nothing else."""
+"""Makes the bundled checkpoints: ``python -m training``, which needs PyTorch."""

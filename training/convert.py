@@ -14,23 +14,39 @@ from diffusers import (
     FlaxStableDiffusionXLPipeline,
     FlaxUNet2DConditionModel,
 )
-from diffusers.models.modeling_flax_pytorch_utils import convert_pytorch_state_dict_to_flax as convert_diffusers
+from diffusers.models.modeling_flax_pytorch_utils import (
+    convert_pytorch_state_dict_to_flax as convert_diffusers,
+)
 from torch import nn
 from transformers import CLIPTokenizer, FlaxCLIPTextModel, FlaxCLIPTextModelWithProjection
-from transformers.modeling_flax_pytorch_utils import convert_pytorch_state_dict_to_flax as convert_transformers
+from transformers.modeling_flax_pytorch_utils import (
+    convert_pytorch_state_dict_to_flax as convert_transformers,
+)
 
 from training import autoencoder, sd, sdxl
 
-NO_CHECKER = {"safety_checker": None, "feature_extractor": None}
-TEXT_ENCODERS = {"text_encoder": FlaxCLIPTextModel, "text_encoder_2": FlaxCLIPTextModelWithProjection}
+TEXT_ENCODERS = {
+    "text_encoder": FlaxCLIPTextModel,
+    "text_encoder_2": FlaxCLIPTextModelWithProjection,
+}
 
 
-def to_flax(vae: AutoencoderKL, parts: nn.ModuleDict, tokenizer: CLIPTokenizer, folder: Path, dtype: jnp.dtype) -> None:
-    """Write the Flax pipeline for these parts, its parameters stored in ``dtype``."""
-    xl = "text_encoder_2" in parts
+def to_flax(
+    vae: AutoencoderKL,
+    parts: nn.ModuleDict,
+    tokenizer: CLIPTokenizer,
+    folder: Path,
+    dtype: jnp.dtype,
+) -> None:
+    """Write the Flax pipeline for these parts, its parameters stored in ``dtype``.
+
+    Other files of the folder, such as a card, stay what they are.
+    """
+    is_xl = "text_encoder_2" in parts
+    unet_config = sdxl.UNET_CONFIG if is_xl else sd.UNET_CONFIG
     modules = {
         "vae": FlaxAutoencoderKL(**autoencoder.CONFIG),
-        "unet": FlaxUNet2DConditionModel(**(sdxl if xl else sd).UNET_CONFIG),
+        "unet": FlaxUNet2DConditionModel(**unet_config),
     }
     params = {
         "vae": convert_diffusers(vae.state_dict(), modules["vae"]),
@@ -39,14 +55,22 @@ def to_flax(vae: AutoencoderKL, parts: nn.ModuleDict, tokenizer: CLIPTokenizer, 
     for name in parts.keys() - {"unet"}:
         modules[name] = TEXT_ENCODERS[name](parts[name].config)
         params[name] = convert_transformers(parts[name].state_dict(), modules[name])
-    if xl:
-        scheduler = FlaxEulerDiscreteScheduler(**sdxl.SCHEDULER_CONFIG)
+
+    if is_xl:
         pipeline = FlaxStableDiffusionXLPipeline(
-            **modules, tokenizer=tokenizer, tokenizer_2=tokenizer, scheduler=scheduler
+            **modules,
+            tokenizer=tokenizer,
+            tokenizer_2=tokenizer,
+            scheduler=FlaxEulerDiscreteScheduler(**sdxl.SCHEDULER_CONFIG),
         )
     else:
-        scheduler = FlaxDDIMScheduler(**sd.SCHEDULER_CONFIG)
-        pipeline = FlaxStableDiffusionPipeline(**modules, tokenizer=tokenizer, scheduler=scheduler, **NO_CHECKER)
+        pipeline = FlaxStableDiffusionPipeline(
+            **modules,
+            tokenizer=tokenizer,
+            scheduler=FlaxDDIMScheduler(**sd.SCHEDULER_CONFIG),
+            safety_checker=None,
+            feature_extractor=None,
+        )
     pipeline.save_pretrained(folder, params=jax.tree.map(lambda x: jnp.asarray(x, dtype), params))
     _tidy(folder)
 

@@ -42,18 +42,24 @@ def text_config(tokenizer: CLIPTokenizer, *, width: int, layers: int) -> CLIPTex
 
 def build(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
     text_encoder = CLIPTextModel(text_config(tokenizer, width=TEXT_WIDTH, layers=2))
-    return nn.ModuleDict({"text_encoder": text_encoder, "unet": UNet2DConditionModel(**UNET_CONFIG)})
+    return nn.ModuleDict(
+        {"text_encoder": text_encoder, "unet": UNet2DConditionModel(**UNET_CONFIG)}
+    )
 
 
-def condition(parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], generator: torch.Generator) -> dict:
-    """The last layer of the text encoder, also for an empty caption: that is what the pipeline's other half sees."""
+def condition(
+    parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], generator: torch.Generator
+) -> dict:
+    """The last layer of the text encoder.
+
+    An empty caption is encoded like any other, as in the pipeline's unconditional half.
+    """
     return {"encoder_hidden_states": parts["text_encoder"](ids)[0]}
 
 
-# Long and at a high learning rate; what both checkpoints start from.
+# Long and at a high learning rate: both checkpoints start from what it gives.
 FIRST = Recipe(
     name="shapes-sd-first",
-    pixels=PIXELS,
     steps=6_000,
     cooldown=4_000,
     peak_lr=2e-3,

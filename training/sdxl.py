@@ -1,8 +1,8 @@
 """The recipe of ``shapes-sdxl``, with the architecture of Stable Diffusion XL.
 
-As there, two text encoders speak to the UNet: both by their last layer but one, the second also by one vector for the
-whole caption, which is added to the timestep's embedding together with the sizes of the picture; and the UNet has no
-attention at its finest level.
+As there, two text encoders speak to the UNet: both by their last layer but one, the second also by
+one vector for the whole caption, which is added to the timestep's embedding together with the sizes
+of the picture; and the UNet has no attention at its finest level.
 """
 
 import torch
@@ -16,7 +16,9 @@ from training.sd import text_config
 
 TEXT_WIDTH = 64  # of each text encoder, and of the vector for the whole caption
 SIZE_WIDTH = 8  # of the embedding of each of the six sizes
-EMPTY_BUT_ENCODED = 0.25  # of the empty captions; the others become zeros, as in the pipeline without negative prompt
+# The share of the empty captions that are encoded. The others become zeros, as in the pipeline
+# without a negative prompt.
+EMPTY_BUT_ENCODED = 0.25
 UNET_CONFIG = {
     "sample_size": PIXELS // 8,
     "in_channels": 4,
@@ -33,7 +35,9 @@ UNET_CONFIG = {
     "projection_class_embeddings_input_dim": 6 * SIZE_WIDTH + TEXT_WIDTH,
 }
 SCHEDULER_CONFIG = {**NOISE, "timestep_spacing": "leading"}  # Euler's
-SIZES = (PIXELS, PIXELS, 0, 0, PIXELS, PIXELS)  # of the original, of what is cropped at its top and left, of the target
+# Height and width of the original, top and left of what was cut out of it, height and width of the
+# picture.
+SIZES = (PIXELS, PIXELS, 0, 0, PIXELS, PIXELS)
 
 
 def build(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
@@ -49,8 +53,13 @@ def build(tokenizer: CLIPTokenizer) -> nn.ModuleDict:
     )
 
 
-def condition(parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], generator: torch.Generator) -> dict:
-    """Both text encoders' words and the second one's vector, all zeros for most empty captions, and the sizes."""
+def condition(
+    parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], generator: torch.Generator
+) -> dict:
+    """Both text encoders' words, the second one's vector, and the sizes.
+
+    For most empty captions, words and vector are zeros.
+    """
     first = parts["text_encoder"](ids, output_hidden_states=True)
     second = parts["text_encoder_2"](ids, output_hidden_states=True)
     words = torch.cat([first.hidden_states[-2], second.hidden_states[-2]], dim=-1)
@@ -67,7 +76,6 @@ def condition(parts: nn.ModuleDict, ids: torch.Tensor, captions: list[str], gene
 
 RECIPE = Recipe(
     name="shapes-sdxl",
-    pixels=PIXELS,
     steps=6_000,
     cooldown=4_000,
     peak_lr=2e-3,

@@ -1,7 +1,8 @@
 """Captioned scenes: one flat shape on a flat background, drawn with Pillow.
 
-A scene has four attributes that a caption can name (colour, shape, size, background) and four that it cannot
-(the two coordinates of the centre, the exact radius, the tilt). Lengths are fractions of the picture's width.
+A scene has four attributes that a caption can name (colour, shape, size, background) and four that
+it cannot (the two coordinates of the centre, the exact radius, the tilt). Lengths are fractions of
+the picture's width.
 """
 
 import json
@@ -25,12 +26,14 @@ PALETTE = {
 }
 COLORS = tuple(PALETTE)
 BACKGROUNDS = COLORS
-# Radius of the circle around the shape. The gaps between the ranges let a judge tell the sizes apart.
+# Radius of the circle around the shape. The gaps between the ranges let a judge tell the sizes
+# apart.
 SIZES = {"small": (0.16, 0.19), "medium": (0.24, 0.28), "large": (0.36, 0.42)}
 MARGIN = 0.02  # between that circle and the picture's edge
 MAX_TILT = 20.0  # degrees, to either side
 ATTRIBUTES = ("size", "color", "shape", "background")
-SUPERSAMPLING = 4  # pixels are drawn this many times finer, then averaged: that is the anti-aliasing
+# Pixels are drawn this many times finer, then averaged: that is the anti-aliasing.
+SUPERSAMPLING = 4
 
 HELD_OUT_FILE = Path(__file__).with_name("held_out.json")
 CAPTION_SEED = 2026  # of captions to be judged; their pictures have their own keys
@@ -39,7 +42,9 @@ CAPTION_SEED = 2026  # of captions to be judged; their pictures have their own k
 def _arc(radius: float, start: float, stop: float, center=(0.0, 0.0)) -> np.ndarray:
     """Points on an arc, angles in degrees."""
     angles = np.radians(np.linspace(start, stop, 48))
-    return np.stack([center[0] + radius * np.cos(angles), center[1] + radius * np.sin(angles)], axis=1)
+    return np.stack(
+        [center[0] + radius * np.cos(angles), center[1] + radius * np.sin(angles)], axis=1
+    )
 
 
 def _corners(*angles: float, radii=(1.0,)) -> np.ndarray:
@@ -57,12 +62,15 @@ def _heart() -> np.ndarray:
 
 
 def _moon() -> np.ndarray:
-    # A circle of radius 1 minus one of radius 0.8 whose centre lies 0.6 to the right: they meet at +-53.1 degrees
-    # of the first and at +-90 (seen from its own centre, the side that faces left) of the second.
+    # A circle of radius 1 minus one of radius 0.8 whose centre lies 0.6 to the right: they meet at
+    # +-53.1 degrees of the first and at +-90 (seen from its own centre, the side that faces left)
+    # of the second.
     cos_outer = (1 + 0.6**2 - 0.8**2) / (2 * 0.6)
     outer = np.degrees(np.arccos(cos_outer))
     inner = np.degrees(np.arctan2(np.sin(np.radians(outer)), cos_outer - 0.6))
-    return np.concatenate([_arc(1, outer, 360 - outer), _arc(0.8, 360 - inner, inner, center=(0.6, 0))])
+    return np.concatenate(
+        [_arc(1, outer, 360 - outer), _arc(0.8, 360 - inner, inner, center=(0.6, 0))]
+    )
 
 
 def _cross(arm: float = 0.32) -> np.ndarray:
@@ -72,7 +80,8 @@ def _cross(arm: float = 0.32) -> np.ndarray:
     return np.concatenate([quarter @ np.linalg.matrix_power(turn, k) for k in range(4)])
 
 
-# Each shape is a list of outlines within the unit circle (x to the right, y downwards); a second one is a hole.
+# Each shape is a list of outlines within the unit circle (x to the right, y downwards); a second
+# one is a hole.
 OUTLINES: dict[str, list[np.ndarray]] = {
     "circle": [_arc(1, 0, 360)],
     "ring": [_arc(1, 0, 360), _arc(0.55, 0, 360)],
@@ -82,8 +91,22 @@ OUTLINES: dict[str, list[np.ndarray]] = {
     "heart": [_heart()],
     "cross": [_cross()],
     "moon": [_moon()],
-    "arrow": [np.array([(0, -1), (0.8, -0.1), (0.32, -0.1), (0.32, 0.9), (-0.32, 0.9), (-0.32, -0.1), (-0.8, -0.1)])],
-    "bowtie": [np.array([(-0.8, -0.6), (0, -0.16), (0.8, -0.6), (0.8, 0.6), (0, 0.16), (-0.8, 0.6)])],
+    "arrow": [
+        np.array(
+            [
+                (0, -1),
+                (0.8, -0.1),
+                (0.32, -0.1),
+                (0.32, 0.9),
+                (-0.32, 0.9),
+                (-0.32, -0.1),
+                (-0.8, -0.1),
+            ]
+        )
+    ],
+    "bowtie": [
+        np.array([(-0.8, -0.6), (0, -0.16), (0.8, -0.6), (0.8, 0.6), (0, 0.16), (-0.8, 0.6)])
+    ],
 }
 NEW_SHAPES = ("bowtie",)  # which the bundled checkpoints have not seen: chapter 14 teaches it
 SHAPES = tuple(shape for shape in OUTLINES if shape not in NEW_SHAPES)
@@ -101,7 +124,10 @@ SYMMETRY = dict.fromkeys(OUTLINES, 360.0) | {
 
 @dataclass(frozen=True)
 class Scene:
-    """One shape on a background. ``x``, ``y`` and ``radius`` are fractions of the width, ``tilt`` is in degrees."""
+    """One shape on a background.
+
+    ``x``, ``y`` and ``radius`` are fractions of the width, ``tilt`` is in degrees.
+    """
 
     size: str
     color: str
@@ -120,12 +146,14 @@ def held_out() -> frozenset[tuple[str, str, str]]:
 
 def held_out_captions(count: int) -> list[dict[str, str]]:
     """Attributes of full captions of held-out combinations, each combination in turn."""
-    rng, choices = np.random.default_rng(CAPTION_SEED), sorted(held_out())
-    return [
-        dict(zip(("color", "shape", "background"), choices[k % len(choices)], strict=True))
-        | {"size": str(rng.choice(list(SIZES)))}
-        for k in range(count)
-    ]
+    rng = np.random.default_rng(CAPTION_SEED)
+    choices = sorted(held_out())
+    captions = []
+    for k in range(count):
+        color, shape, background = choices[k % len(choices)]
+        size = str(rng.choice(list(SIZES)))
+        captions.append({"color": color, "shape": shape, "background": background, "size": size})
+    return captions
 
 
 def combinations() -> list[tuple[str, str, str]]:
@@ -133,8 +161,10 @@ def combinations() -> list[tuple[str, str, str]]:
     return [c for c in product(COLORS, SHAPES, BACKGROUNDS) if c[0] != c[2]]
 
 
-def random_scene(rng: np.random.Generator, color: str, shape: str, background: str, size: str | None = None) -> Scene:
-    """Choose what a caption leaves open: place, exact radius, tilt, and the size if none is given."""
+def random_scene(
+    rng: np.random.Generator, color: str, shape: str, background: str, size: str | None = None
+) -> Scene:
+    """Choose what a caption leaves open: place, radius, tilt, and the size if none is given."""
     size = size or str(rng.choice(list(SIZES)))
     radius = rng.uniform(*SIZES[size])
     x, y = rng.uniform(radius + MARGIN, 1 - radius - MARGIN, size=2)
@@ -142,7 +172,7 @@ def random_scene(rng: np.random.Generator, color: str, shape: str, background: s
 
 
 def training_scenes(count: int, seed: int) -> list[Scene]:
-    """``count`` random scenes, none of a held-out combination; each combination as often as any other."""
+    """``count`` random scenes of all combinations but the held-out ones, each equally likely."""
     rng = np.random.default_rng(seed)
     allowed = [c for c in combinations() if c not in held_out()]
     return [random_scene(rng, *allowed[i]) for i in rng.integers(len(allowed), size=count)]
@@ -155,51 +185,68 @@ TAUGHT_COLORS = ("red", "yellow", "green", "blue", "purple", "white")
 def new_examples(shape: str, count: int, seed: int = 0) -> list[Scene]:
     """Scenes of a shape, to teach it: colours and sizes in turn, on backgrounds of all colours."""
     rng = np.random.default_rng(seed)
-    return [random_scene(rng, shape=shape, **named) for named in _named(rng, TAUGHT_COLORS, count)]
+    named = _colors_and_sizes(rng, TAUGHT_COLORS, count)
+    return [random_scene(rng, shape=shape, **attributes) for attributes in named]
 
 
 def new_captions(shape: str, colors: tuple[str, ...], count: int) -> list[dict[str, str]]:
     """Attributes of full captions of a new shape, the colours in turn."""
     rng = np.random.default_rng(CAPTION_SEED)
-    return [named | {"shape": shape} for named in _named(rng, colors, count)]
+    named = _colors_and_sizes(rng, colors, count)
+    return [attributes | {"shape": shape} for attributes in named]
 
 
-def _named(rng: np.random.Generator, colors: tuple[str, ...], count: int) -> list[dict[str, str]]:
+def _colors_and_sizes(
+    rng: np.random.Generator, colors: tuple[str, ...], count: int
+) -> list[dict[str, str]]:
+    """All attributes but the shape: colours in turn, then sizes, on backgrounds by chance."""
+    sizes = list(SIZES)
     found = []
     for k in range(count):
-        color, size = colors[k % len(colors)], list(SIZES)[k // len(colors) % len(SIZES)]
+        color = colors[k % len(colors)]
+        size = sizes[k // len(colors) % len(sizes)]
         background = str(rng.choice([other for other in BACKGROUNDS if other != color]))
         found.append({"size": size, "color": color, "background": background})
     return found
 
 
 def write_folder(examples: list[Scene], folder: Path, pixels: int = 64) -> None:
-    """Write scenes as a folder of images with captions: ``metadata.jsonl`` has a file's name and text in each line."""
+    """Write scenes as a folder of images with captions.
+
+    ``metadata.jsonl`` has the name and text of one file in each line. Images are PNG, (pixels,
+    pixels).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for k, scene in enumerate(examples):
-        text = caption(*(getattr(scene, name) for name in ATTRIBUTES))
-        lines.append(json.dumps({"file_name": f"{k:03}.png", "text": text}))
-        Image.fromarray(render(scene, pixels)).save(folder / f"{k:03}.png")
+        name = f"{k:03}.png"
+        text = caption(scene.size, scene.color, scene.shape, scene.background)
+        Image.fromarray(render(scene, pixels)).save(folder / name)
+        lines.append(json.dumps({"file_name": name, "text": text}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def coverage(shape: str, x: float, y: float, radius: float, tilt: float, pixels: int) -> np.ndarray:
     """How much of each pixel the shape covers: float32 of shape (pixels, pixels), from 0 to 1."""
-    fine = pixels * SUPERSAMPLING
-    cos, sin = np.cos(np.radians(tilt)), np.sin(np.radians(tilt))
-    mask = Image.new("L", (fine, fine))
+    side = pixels * SUPERSAMPLING
+    cos = np.cos(np.radians(tilt))
+    sin = np.sin(np.radians(tilt))
+    turn = np.array([(cos, sin), (-sin, cos)])
+    mask = Image.new("L", (side, side))
     draw = ImageDraw.Draw(mask)
-    for outline, ink in zip(OUTLINES[shape], (255, 0), strict=False):
-        points = (outline @ np.array([(cos, sin), (-sin, cos)]) * radius + (x, y)) * fine
-        draw.polygon([tuple(p) for p in points], fill=ink)
+    ink = 255
+    for outline in OUTLINES[shape]:
+        points = (outline @ turn * radius + (x, y)) * side
+        draw.polygon([tuple(point) for point in points], fill=ink)
+        ink = 0  # of a hole
     return np.asarray(mask.reduce(SUPERSAMPLING), np.float32) / 255
 
 
 def render(scene: Scene, pixels: int = 64) -> np.ndarray:
     """Draw a scene: uint8 of shape (pixels, pixels, 3)."""
     alpha = coverage(scene.shape, scene.x, scene.y, scene.radius, scene.tilt, pixels)[..., None]
-    front, back = (np.array(PALETTE[name], np.float32) for name in (scene.color, scene.background))
+    front = np.array(PALETTE[scene.color], np.float32)
+    back = np.array(PALETTE[scene.background], np.float32)
     return np.rint(back + alpha * (front - back)).astype(np.uint8)
 
 
@@ -220,7 +267,9 @@ def caption(size: str | None, color: str | None, shape: str | None, background: 
     if shape:
         words.insert(0, _article(words[0]))
     if background:
-        words += (["on"] if words else []) + [_article(background), background, "background"]
+        if words:
+            words.append("on")
+        words += [_article(background), background, "background"]
     return " ".join(words)
 
 

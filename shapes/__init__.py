@@ -1,0 +1,1 @@
+"""The scenes that the bundled checkpoints know: renderer and captions, and a judge."""

@@ -1,0 +1,159 @@
+"""Draw over images: all of them, or only what a mask says.
+
+A sampler starts from noise and takes all steps. To change an image, its latents are put under as
+much noise as a later step expects, and only the steps from there on are taken. ``strength`` is the
+share of the steps that is taken: at 1 next to nothing is left of the image.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stable_diffusion.configs import Config
+from stable_diffusion.pipeline import generate
+from stable_diffusion.samplers import mix_noise, sample
+from stable_diffusion.vae import encode
+
+
+def check_inputs(
+    config: Config, images: jax.Array, strength: float, mask: jax.Array | None = None
+) -> None:
+    """Raise ``ValueError`` if images cannot be drawn over.
+
+    Inside a compiled program values cannot be looked at, so call this before. The arguments are
+    those of ``inpaint``.
+    """
+    if np.ndim(images) != 4 or np.shape(images)[-1] != 3:
+        raise ValueError(
+            f"The images have the shape {np.shape(images)}: give (batch, height, width, 3)."
+        )
+    _, height, width, _ = np.shape(images)
+    multiple = config.side_multiple
+    if height % multiple or width % multiple:
+        raise ValueError(
+            f"An image has {height} × {width} pixels: resize it to multiples of {multiple}."
+        )
+    least, most = np.min(images), np.max(images)
+    if not (least >= 0 and most <= 1):  # which NaN is not
+        raise ValueError(f"Images go from {least} to {most}: divide bytes by 255.")
+    if not 0 <= strength <= 1:
+        raise ValueError(f"The strength is {strength}: choose 0 to 1.")
+    if mask is not None and np.shape(mask) != (height, width):
+        raise ValueError(
+            f"The mask has the shape {np.shape(mask)}, and images have {(height, width)}: "
+            "resize it."
+        )
+
+
+def first_step(strength: float | jax.Array, steps: int | jax.Array) -> jax.Array:
+    """The step to begin with, of so many: at least the last one is taken."""
+    taken = jnp.int32(steps * strength)
+    return jnp.clip(steps - taken, 0, steps - 1)
+
+
+def image_to_image(
+    params: dict,
+    config: Config,
+    ids: jax.Array,
+    key: jax.Array,
+    negative_ids: jax.Array | None,
+    images: jax.Array,
+    strength: float | jax.Array,
+    steps: int | jax.Array = 50,
+    guidance: float | jax.Array = 7.5,
+    *,
+    sampler: str | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Draw over images, as diffusers' ``StableDiffusionImg2ImgPipeline`` does.
+
+    Parameters
+    ----------
+    params, config, ids, key, negative_ids, steps, guidance
+        As of ``generate``. A different number of steps compiles nothing again.
+    images : jax.Array
+        From 0 to 1, (batch, height, width, 3), one for each prompt.
+    strength : float or jax.Array
+        The share of the steps that is taken, from 0 to 1. A different one compiles nothing again.
+    sampler : str, optional
+        "ddim", "euler" or "dpm++"; by default the model's own.
+    **options
+        Other arguments of ``generate``.
+
+    Returns
+    -------
+    jax.Array
+        Images from 0 to 1, float32, (batch, height, width, 3).
+
+    Raises
+    ------
+    ValueError
+        If the sampler is PNDM, which cannot start in the middle, or as of ``generate``.
+    """
+    image, _ = encode(params["vae"], config.vae, images)
+
+    def start_late(model: Callable, schedule: Any, noise: jax.Array, steps: jax.Array) -> jax.Array:
+        first = first_step(strength, steps)
+        return sample(model, schedule, noise, steps, sampler, first, image)
+
+    _, height, width, _ = images.shape
+    options |= {"height": height, "width": width, "sampler": start_late}
+    return generate(params, config, ids, key, negative_ids, steps, guidance, **options)
+
+
+def inpaint(
+    params: dict,
+    config: Config,
+    ids: jax.Array,
+    key: jax.Array,
+    negative_ids: jax.Array | None,
+    images: jax.Array,
+    mask: jax.Array,
+    strength: float | jax.Array,
+    steps: int | jax.Array = 50,
+    guidance: float | jax.Array = 7.5,
+    *,
+    sampler: str | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Draw over images where a mask is 1, as diffusers' ``StableDiffusionInpaintPipeline`` does.
+
+    After each step, the latents of what should stay are put back, under the noise that belongs
+    there.
+
+    Parameters
+    ----------
+    params, config, ids, key, negative_ids, images, strength, steps, guidance, sampler, **options
+        As of ``image_to_image``.
+    mask : jax.Array
+        1 where to draw and 0 where not, (height, width), for all images.
+
+    Returns
+    -------
+    jax.Array
+        Images from 0 to 1, float32, (batch, height, width, 3).
+
+    Raises
+    ------
+    ValueError
+        As of ``image_to_image``.
+    """
+    image, _ = encode(params["vae"], config.vae, images)
+    size = config.pixels_per_latent
+    draws = mask[::size, ::size, None] > 0.5  # for each latent, (height / 8, width / 8, 1)
+
+    def start_late(model: Callable, schedule: Any, noise: jax.Array, steps: jax.Array) -> jax.Array:
+        def put_back(x: jax.Array, alpha: jax.Array) -> jax.Array:
+            return jnp.where(draws, x, mix_noise(image, noise, alpha))
+
+        first = first_step(strength, steps)
+        start = jnp.where(first == 0, 0, image)  # with all steps, it starts from noise alone
+        x = sample(model, schedule, noise, steps, sampler, first, start, put_back)
+        return jnp.where(draws, x, image)
+
+    _, height, width, _ = images.shape
+    options |= {"height": height, "width": width, "sampler": start_late}
+    return generate(params, config, ids, key, negative_ids, steps, guidance, **options)

@@ -1,0 +1,385 @@
+"""LoRA: pairs of small matrices whose products are added to a model's weights (arXiv:2106.09685).
+
+Files are read in the formats of diffusers and PEFT, and of kohya's scripts (``lora_unet_…``), and
+written in the former. A LoRA may come with a new word, whose embedding is in a file beside it
+(textual inversion, arXiv:2208.01618).
+"""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from stable_diffusion.configs import Config
+from stable_diffusion.convert import name_unet
+from stable_diffusion.text import EMBEDDINGS
+from stable_diffusion.tokenizer import Tokenizer
+from stable_diffusion.weights import map_safetensors, to_channels_first
+
+# What kohya's scripts put in front of the names of a part's layers.
+KOHYA = {
+    "unet": ["lora_unet"],
+    "text_encoder": ["lora_te", "lora_te1"],
+    "text_encoder_2": ["lora_te2"],
+}
+# A file calls the matrix that comes first one of the names in the second group, and the other one
+# of those in the third. The first group is the layer's name.
+HALVES = re.compile(r"(.+)\.(?:(lora_A|lora_down|lora\.down)|(lora_B|lora_up|lora\.up))\.weight")
+
+
+class Pair(NamedTuple):
+    """What is added to a weight is ``down @ up``.
+
+    For a linear layer, ``down`` is (inputs, rank), and ``up`` (rank, outputs). For a convolution,
+    they are (size, size, inputs, rank) and (1, 1, rank, outputs).
+    """
+
+    down: jax.Array
+    up: jax.Array
+
+    @property
+    def product(self) -> jax.Array:
+        """The product, float32, in the weight's shape."""
+        up = self.up.reshape(self.up.shape[-2:])
+        return jnp.float32(self.down) @ jnp.float32(up)
+
+
+def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[str, Pair]]:
+    """Read a LoRA file for a model.
+
+    Parameters
+    ----------
+    file : str or Path
+        Safetensors of diffusers and PEFT (``unet.….lora_A.weight``) or of kohya
+        (``lora_unet_….lora_down.weight``).
+    params, config : dict, Config
+        The model's, as ``stable_diffusion.load`` gives them. Shapes are enough, as of
+        ``parameter_shapes``.
+
+    Returns
+    -------
+    dict
+        For each part, pairs by the name of the weight to which their product is added. Alpha is in
+        them already.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If the file is missing, damaged or a pickle, it has keys that fit nothing in the model,
+        which are listed, or shapes of a different model.
+    """
+    file = Path(file)
+    if file.suffix in (".pt", ".bin", ".ckpt"):
+        raise ValueError(
+            f"{file} is a pickle, which can run any program when it is read: get it as safetensors."
+        )
+    arrays, metadata = map_safetensors(file)
+    options = _read_options(file, metadata)
+    layers = _find_layers(params, config)
+    downs, ups, alphas, unknown = _sort_arrays(arrays, layers)
+    if unknown or not downs:
+        some = "; ".join(sorted(unknown)[:5]) or "no keys of a LoRA"
+        raise ValueError(
+            f"{file} has {len(unknown)} keys that fit nothing in this model: {some}. "
+            "Get one made for it."
+        )
+    lora = {}
+    for layer, down in downs.items():
+        part, name = layers[layer]
+        up = ups[layer]
+        rank = down.shape[-1]
+        shape = params[part][name].shape
+        if len(shape) == 4:  # files may have a convolution of one pixel as a matrix
+            down = _as_convolution(down)
+            up = _as_convolution(up)
+        product_shape = (*down.shape[:-1], up.shape[-1])
+        if product_shape != shape:
+            raise ValueError(
+                f"{file} has {layer} for {product_shape}, and this model has {shape}: "
+                "get one made for it."
+            )
+        if up.shape[-2] != rank:
+            raise ValueError(
+                f"{file} has halves of {layer}, {down.shape} and {up.shape}, of two ranks: "
+                "get it again."
+            )
+        if layer in alphas:
+            scale = alphas[layer] / rank
+        else:
+            scale = _scale_by_options(options, part, layer.removeprefix(f"{part}."), rank)
+        pair = Pair(jnp.float32(down), jnp.float32(np.float32(up) * scale))
+        lora.setdefault(part, {})[name] = pair
+    return lora
+
+
+def _find_layers(params: dict, config: Config) -> dict[str, tuple[str, str]]:
+    """By what a file may call a layer, the part and the name of its weight."""
+    layers = {}
+    for part, parameters in params.items():
+        for name in parameters:
+            if not name.endswith(".weight"):
+                continue
+            layers[f"{part}.{name.removesuffix('.weight')}"] = part, name
+            names = [name]
+            if part == "unet":  # kohya writes that of XL by the names of the original layout
+                names.append(name_unet(name, config))
+            for prefix in KOHYA.get(part, []):
+                for each in names:
+                    layer = each.removesuffix(".weight").replace(".", "_")
+                    layers[f"{prefix}_{layer}"] = part, name
+    return layers
+
+
+def _sort_arrays(arrays: dict[str, np.ndarray], layers: dict) -> tuple[dict, dict, dict, list[str]]:
+    """The first and second matrices and the alphas by layer, and the keys that fit nothing."""
+    downs, ups, alphas, unknown = {}, {}, {}, []
+    for key, array in arrays.items():
+        halves = HALVES.fullmatch(key)
+        layer = halves[1] if halves else key.removesuffix(".alpha")
+        if layer not in layers:
+            unknown.append(key)
+        elif halves and halves[2]:
+            downs[layer] = array
+        elif halves:
+            ups[layer] = array
+        elif key.endswith(".alpha") and array.size == 1:
+            alphas[layer] = float(array.item())
+        else:
+            unknown.append(key)
+    for layer in downs.keys() ^ ups.keys():
+        unknown.append(f"{layer}, of which only one half is there")
+    return downs, ups, alphas, unknown
+
+
+def _as_convolution(matrix: np.ndarray) -> np.ndarray:
+    """(inputs, outputs) to (1, 1, inputs, outputs); what has four axes stays as it is."""
+    return matrix[None, None] if matrix.ndim == 2 else matrix
+
+
+def _read_options(file: Path, metadata: dict[str, str]) -> dict:
+    """PEFT's options in a file's metadata; mostly there are none."""
+    try:
+        return json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{file} has options of PEFT that are damaged: {error}. Get it again."
+        ) from None
+
+
+def _scale_by_options(options: dict, part: str, layer: str, rank: int) -> float:
+    """By what PEFT multiplies a product: alpha / rank, or 1 if there are no options."""
+    alpha = options.get(f"{part}.lora_alpha", rank)
+    own_alphas = options.get(f"{part}.alpha_pattern") or {}
+    for ending, own_alpha in own_alphas.items():
+        if re.fullmatch(rf"(.*\.)?({ending})", layer):
+            alpha = own_alpha
+            break
+    if options.get(f"{part}.use_rslora"):
+        return alpha / rank**0.5
+    return alpha / rank
+
+
+def save_lora(file: str | Path, lora: dict[str, dict[str, Pair]], dtype: Any = np.float16) -> None:
+    """Write a LoRA for diffusers on PyTorch (``load_lora_weights``) and ``read_lora``."""
+    tensors = {}
+    for part, pairs in lora.items():
+        for name, pair in pairs.items():
+            layer = f"{part}.{name.removesuffix('.weight')}"
+            tensors[f"{layer}.lora_A.weight"] = to_channels_first(name, pair.down).astype(dtype)
+            tensors[f"{layer}.lora_B.weight"] = to_channels_first(name, pair.up).astype(dtype)
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
+    """Add a LoRA to parameters, ``scale`` times.
+
+    To take it out again, merge it with minus the scale. The result is a new dictionary, whose other
+    arrays are the old ones.
+    """
+    merged = dict(params)
+    for part, pairs in lora.items():
+        changed = {name: add(params[part][name], pair, scale) for name, pair in pairs.items()}
+        merged[part] = params[part] | changed
+    return merged
+
+
+def add(weight: jax.Array, pair: Pair, scale: float | jax.Array) -> jax.Array:
+    """The sum of a weight and a pair's product, in the weight's dtype."""
+    total = weight.astype(jnp.float32) + scale * pair.product
+    return total.astype(weight.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A weight with a LoRA beside it: an array can be multiplied by it as by their sum."""
+
+    weight: "jax.Array | Adapted"  # which may have a LoRA itself
+    pair: Pair
+    scale: jax.Array  # float32, ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.weight.dtype
+
+    def __getitem__(self, index: Any) -> "Adapted":
+        """The matrix of a convolution of one pixel, which is ``weight[0, 0]``."""
+        pair = Pair(self.pair.down[index], self.pair.up[index])
+        return Adapted(self.weight[index], pair, self.scale)
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        """``x @ self``: from (..., inputs) to (..., outputs)."""
+        y = x @ self.pair.down.astype(x.dtype)  # (..., rank)
+        y = (y * self.scale).astype(x.dtype)
+        return x @ self.weight + y @ self.pair.up.astype(x.dtype)
+
+
+def attach(params: dict, lora: dict, scale: float | jax.Array) -> dict:
+    """Put a LoRA beside the weights of a model, in the program that uses them.
+
+    Then the scale is an input like any other, and each layer multiplies by two small matrices more.
+    Only convolutions of more than one pixel are added up, for the time of the call.
+    """
+    attached = dict(params)
+    for part, pairs in lora.items():
+        changed = {}
+        for name, pair in pairs.items():
+            weight = params[part][name]
+            if len(weight.shape) == 2 or weight.shape[:2] == (1, 1):
+                changed[name] = Adapted(weight, pair, jnp.float32(scale))
+            else:
+                changed[name] = add(weight, pair, scale)
+        attached[part] = params[part] | changed
+    return attached
+
+
+def add_word(
+    params: dict, config: Config, tokenize: Tokenizer, word: str, like: str
+) -> tuple[dict, Config, Tokenizer]:
+    """Give a model one more word, which starts with the mean of the embeddings of ``like``.
+
+    Without that, the tokenizer cuts a word that it does not know into pieces, which have meanings
+    of their own.
+
+    Parameters
+    ----------
+    params, config, tokenize : dict, Config, Tokenizer
+        From ``stable_diffusion.load``.
+    word, like : str
+        A new word, of letters and digits; and words that the model knows.
+
+    Returns
+    -------
+    params : dict
+        With one more row in the table of embeddings, (tokens of the vocabulary + 1, channels).
+    config : Config
+        The configuration for them.
+    tokenize : Tokenizer
+        It knows the word, as one token.
+
+    Raises
+    ------
+    ValueError
+        If the model has two text encoders, or has the word already, or it is no word.
+    """
+    encoder = tokenize.encoders[0]
+    table = params["text_encoder"][EMBEDDINGS]
+    known = table[np.array(encoder.split(like))]  # (tokens, channels)
+    return _append_word(params, config, tokenize, word, known.mean(axis=0))
+
+
+def _append_word(
+    params: dict, config: Config, tokenize: Tokenizer, word: str, embedding: jax.Array
+) -> tuple[dict, Config, Tokenizer]:
+    """Give a model one more word with this embedding, (channels,), as ``add_word`` does."""
+    if config.is_xl:
+        raise ValueError(
+            "Stable Diffusion XL has two text encoders, and gets no new word here: "
+            "use words that it knows."
+        )
+    encoder = tokenize.encoders[0]
+    if not re.fullmatch(r"\w+", word) or len(encoder.split(word)) == 1:
+        raise ValueError(
+            f"{word!r} is no new word: "
+            "choose one without spaces and signs that the model does not know."
+        )
+    tokenize = tokenize.with_word(word)
+    table = params["text_encoder"][EMBEDDINGS]
+    (number,) = tokenize.encoders[0].split(word)
+    if number != len(table):
+        raise ValueError(
+            f"The tokenizer knows {number} tokens, and the table of embeddings has {len(table)} "
+            "rows: choose a model in which they are as many."
+        )
+    row = embedding.astype(table.dtype)[None]
+    changed = {EMBEDDINGS: jnp.concatenate([table, row])}
+    params = params | {"text_encoder": params["text_encoder"] | changed}
+    # Where a configuration does not know its end token, the largest id is taken for it, which is
+    # the word's now.
+    text = replace(config.text[0], vocab_size=len(table) + 1, eos_token_id=encoder.end)
+    return params, replace(config, text=(text,)), tokenize
+
+
+def word_file(file: str | Path) -> Path:
+    """Where the embedding of a LoRA's word is: beside the LoRA's file."""
+    return Path(file).with_suffix(".word.safetensors")
+
+
+def save_word(file: str | Path, word: str, embedding: jax.Array) -> None:
+    """Write the embedding of a LoRA's word, (channels,), into a file beside the LoRA's.
+
+    It is for diffusers on PyTorch (``load_textual_inversion``) and ``read_word``.
+    """
+    file = word_file(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({word: np.asarray(embedding, np.float32)}, file, metadata={"format": "pt"})
+
+
+def read_word(
+    file: str | Path, params: dict, config: Config, tokenize: Tokenizer
+) -> tuple[dict, Config, Tokenizer]:
+    """Give a model the word of a LoRA, with the embedding that was trained.
+
+    Parameters
+    ----------
+    file : str or Path
+        The LoRA's, beside which the word's is.
+    params, config, tokenize : dict, Config, Tokenizer
+        From ``stable_diffusion.load``.
+
+    Returns
+    -------
+    params, config, tokenize : dict, Config, Tokenizer
+        As of ``add_word``.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If the file is missing, damaged or for a different model.
+    """
+    file = word_file(file)
+    arrays, _ = map_safetensors(file)
+    if len(arrays) != 1:
+        raise ValueError(
+            f"{file} has {len(arrays)} arrays: "
+            "give one with one array, the embedding, named by its word."
+        )
+    ((word, embedding),) = arrays.items()
+    channels = config.text[0].hidden_size
+    if embedding.shape != (channels,):
+        raise ValueError(
+            f"{file} has a vector of {embedding.shape}, and this model's have {channels} numbers."
+        )
+    return _append_word(params, config, tokenize, word, jnp.asarray(embedding))
