@@ -1,13 +1,15 @@
-"""Draw with PyTorch's diffusers, and say how long it took: for each line of standard input, a sampler and steps.
+"""Draw with PyTorch's diffusers, and say how long it took: `benchmarks.record_cpu` starts it.
 
-``python -m benchmarks.draw_with_pytorch FOLDER BATCH``; `benchmarks.record_cpu` starts it. Nothing here imports JAX.
+``python -m benchmarks.draw_with_pytorch FOLDER BATCH`` reads a sampler and a number of steps from
+each line of standard input. Nothing here imports JAX.
 """
 
 import os
 import sys
 import time
 
-os.environ["USE_FLAX"] = "0"  # or diffusers and transformers would import JAX because it is installed
+# Otherwise diffusers and transformers import JAX, because it is installed.
+os.environ["USE_FLAX"] = "0"
 import diffusers
 
 SAMPLERS = {"ddim": diffusers.DDIMScheduler, "dpm++": diffusers.DPMSolverMultistepScheduler}

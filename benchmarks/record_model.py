@@ -1,49 +1,60 @@
-"""Record how ``stable_diffusion`` compares with the Flax pipelines: ``python -m benchmarks.record_model``.
+"""Record how ``stable_diffusion`` compares with the Flax pipelines: ``benchmarks/model.json``.
 
-It writes ``benchmarks/model.json``. Both draw the same prompts with the same weights, steps and sampler, on simulated
-devices of this machine's CPU. They take turns, and each ratio is of two neighbours, so whatever else the machine does
-slows both. Core seconds are what the cores worked for a program, however long it had to wait for them. It takes about
-ten minutes on 2 cores.
+Both draw the same prompts with the same weights, steps and sampler, on simulated devices of this
+machine's CPU. They take turns, and each ratio is of two neighbours, so whatever else the machine
+does slows both. Core seconds are what the cores worked for a program, however long it had to wait
+for them. It takes about ten minutes on 2 cores, and chapter 11 shows the record. What is recorded
+is left out: delete the file to measure anew.
 """
 
 import argparse
-import datetime
+import functools
 import json
-import logging
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
-import diffusers
 import jax
 import numpy as np
-import transformers
-from flax.jax_utils import replicate
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stable_diffusion
-from course.tpu.compiler import versions, write_json
-from helpers import Checkpoint, bundled_checkpoint, simulate_devices
+from benchmarks.common import (
+    FOLDER,
+    machine,
+    make_parser,
+    origin,
+    read_json,
+    work_through,
+    write_json,
+)
+from helpers import Checkpoint, bundled_checkpoint, quiet_warnings, simulate_devices
 
-TARGET = Path(__file__).with_name("model.json")
+TARGET = FOLDER / "model.json"
 CHECKPOINTS = ("shapes-sd", "shapes-sdxl")
 WORK = ((1, 1), (1, 8), (8, 1))  # devices, and images on each
 STEPS = 30  # whatever the chapters take, so that records compare
-log = logging.getLogger(__name__)
+FLAX = "flax pipeline"
+PLAIN = "stable_diffusion"
 
 
 def flax_pipeline(checkpoint: Checkpoint, images: int) -> tuple[Callable, tuple, tuple]:
     """What a Flax pipeline does if it is called with ``jit=True``: ``pmap`` of its ``_generate``.
 
-    It gives the mapped function, the arguments to compile it with, and those of them that a call takes.
+    It gives the mapped function, the arguments to compile it with, and those of them that a call
+    takes.
     """
-    settings = {"dtype": checkpoint.dtype, "safety_checker": None, "feature_extractor": None}
-    pipeline, params = diffusers.FlaxDiffusionPipeline.from_pretrained(checkpoint.source, **settings)
+    import diffusers
+    from flax.jax_utils import replicate
+
+    pipeline, params = diffusers.FlaxDiffusionPipeline.from_pretrained(
+        checkpoint.source, dtype=checkpoint.dtype, safety_checker=None, feature_extractor=None
+    )
     devices = jax.device_count()
     ids = pipeline.prepare_inputs(prompts(checkpoint, images))
     ids = ids.reshape(devices, -1, *ids.shape[1:])
@@ -59,36 +70,55 @@ def plain_jax(checkpoint: Checkpoint, images: int) -> tuple[Callable, tuple, tup
     """The same with ``stable_diffusion``: ``shard_map`` of its ``generate``."""
     params, config, tokenize = stable_diffusion.load(checkpoint.source, checkpoint.dtype)
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    whole = NamedSharding(mesh, P())
+    split = NamedSharding(mesh, P("data"))
     ids = jax.device_put(tokenize(prompts(checkpoint, images)), split)
     keys = jax.device_put(jax.random.split(jax.random.key(0), images), split)
+    negative_ids = None if config.is_xl else tokenize([""])
     numbers = (np.int32(STEPS), np.float32(checkpoint.guidance_scale))
-    shared = jax.device_put((params, None if config.is_xl else tokenize([""]), *numbers), whole)
+    shared = jax.device_put((params, negative_ids, *numbers), whole)
 
     def draw(ids, keys, shared):
         params, negative_ids, steps, guidance = shared
         return stable_diffusion.generate(params, config, ids, keys, negative_ids, steps, guidance)
 
-    specs = {"in_specs": (P("data"), P("data"), P()), "out_specs": P("data")}
-    return jax.jit(jax.shard_map(draw, mesh=mesh, **specs, check_vma=False)), (ids, keys, shared), (ids, keys, shared)
+    mapped = jax.shard_map(
+        draw,
+        mesh=mesh,
+        in_specs=(P("data"), P("data"), P()),
+        out_specs=P("data"),
+        check_vma=False,
+    )
+    arguments = (ids, keys, shared)
+    return jax.jit(mapped), arguments, arguments
 
 
-SIDES = {"flax pipeline": flax_pipeline, "stable_diffusion": plain_jax}
+SIDES = {FLAX: flax_pipeline, PLAIN: plain_jax}
 
 
 def prompts(checkpoint: Checkpoint, images: int) -> list[str]:
     return [checkpoint.prompts[n % len(checkpoint.prompts)] for n in range(images)]
 
 
+def in_turns(turn: int) -> list[str]:
+    """The sides, with a different one first every time."""
+    if turn % 2:
+        return [PLAIN, FLAX]
+    return [FLAX, PLAIN]
+
+
 def measure(name: str, devices: int, images: int, compilations: int, runs: int) -> dict:
     """Seconds of both sides, in turns; it must be called in a process that has not started JAX."""
-    diffusers.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
+    quiet_warnings()
     jax.config.update("jax_platforms", "cpu")
     simulate_devices(devices)
     checkpoint = bundled_checkpoint(name)
     sides = {side: make(checkpoint, devices * images) for side, make in SIDES.items()}
-    seconds = {side: {what: [] for what in ("trace", "compile", "core compile", "run", "core run")} for side in SIDES}
+    seconds = {}
+    for side in SIDES:
+        seconds[side] = {
+            what: [] for what in ("trace", "compile", "core compile", "run", "core run")
+        }
     programs = {}
     for turn in range(compilations):
         for side in in_turns(turn):
@@ -96,15 +126,18 @@ def measure(name: str, devices: int, images: int, compilations: int, runs: int) 
             mapped, arguments, _ = sides[side]
             start = time.perf_counter()
             lowered = mapped.lower(*arguments)
-            traced, cores = time.perf_counter(), time.process_time()
+            traced = time.perf_counter()
+            cores = time.process_time()
             programs[side] = lowered.compile()
             seconds[side]["trace"].append(traced - start)
             seconds[side]["compile"].append(time.perf_counter() - traced)
             seconds[side]["core compile"].append(time.process_time() - cores)
     for turn in range(-2, runs):  # two to warm up
         for side in in_turns(turn):
-            start, cores = time.perf_counter(), time.process_time()
-            jax.block_until_ready(programs[side](*sides[side][2]))
+            _, _, inputs = sides[side]
+            start = time.perf_counter()
+            cores = time.process_time()
+            jax.block_until_ready(programs[side](*inputs))
             if turn >= 0:
                 seconds[side]["run"].append(time.perf_counter() - start)
                 seconds[side]["core run"].append(time.process_time() - cores)
@@ -114,14 +147,9 @@ def measure(name: str, devices: int, images: int, compilations: int, runs: int) 
         "images per device": images,
         "steps": STEPS,
         "dtype": np.dtype(checkpoint.dtype).name,
-        "sides": {side: summary(of, devices * images) for side, of in seconds.items()},
-        "stable_diffusion / flax pipeline": ratios(*(seconds[side] for side in SIDES)),
+        "sides": {side: summary(seconds[side], devices * images) for side in SIDES},
+        "stable_diffusion / flax pipeline": ratios(seconds[FLAX], seconds[PLAIN]),
     }
-
-
-def in_turns(turn: int) -> list[str]:
-    """The sides, with a different one first every time."""
-    return list(SIDES)[:: -1 if turn % 2 else 1]
 
 
 def summary(seconds: dict, images: int) -> dict:
@@ -138,47 +166,56 @@ def summary(seconds: dict, images: int) -> dict:
 def ratios(flax: dict, plain: dict) -> dict:
     """Medians over neighbours: above 1 is better for images, and below 1 for seconds."""
 
-    def median(pairs) -> float:
+    def median_ratio(numerators: list[float], denominators: list[float]) -> float:
+        pairs = zip(numerators, denominators, strict=True)
         return round(statistics.median(a / b for a, b in pairs), 3)
 
-    whole = [[sum(pair) for pair in zip(of["trace"], of["compile"], strict=True)] for of in (plain, flax)]
+    def trace_and_compile(side: dict) -> list[float]:
+        return [sum(pair) for pair in zip(side["trace"], side["compile"], strict=True)]
+
     return {
-        "images per second": median(zip(flax["run"], plain["run"], strict=True)),
-        "compile seconds": median(zip(plain["compile"], flax["compile"], strict=True)),
-        "core seconds to compile": median(zip(plain["core compile"], flax["core compile"], strict=True)),
-        "core seconds per image": median(zip(plain["core run"], flax["core run"], strict=True)),
-        "trace and compile seconds": median(zip(*whole, strict=True)),
+        "images per second": median_ratio(flax["run"], plain["run"]),
+        "compile seconds": median_ratio(plain["compile"], flax["compile"]),
+        "core seconds to compile": median_ratio(plain["core compile"], flax["core compile"]),
+        "core seconds per image": median_ratio(plain["core run"], flax["core run"]),
+        "trace and compile seconds": median_ratio(
+            trace_and_compile(plain), trace_and_compile(flax)
+        ),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=CHECKPOINTS, help="one checkpoint")
+def record(name: str, devices: int, images: int, options: argparse.Namespace) -> None:
+    # JAX reads the number of devices once, so each measurement has a process of its own.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        work = process.submit(measure, name, devices, images, options.compilations, options.runs)
+        found = work.result()
+    print(json.dumps(found, indent=1), flush=True)
+    content = origin()
+    content["machine"] = machine() | {"load in the last 15 minutes": os.getloadavg()[2]}
+    content["measured"] = [*read_json(TARGET, default={"measured": []})["measured"], found]
+    write_json(TARGET, content)
+
+
+def find_left(options: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    known = set()
+    for found in read_json(TARGET, default={"measured": []})["measured"]:
+        known.add((found["checkpoint"], found["devices"], found["images per device"]))
+    left = {}
+    for name in CHECKPOINTS:
+        for devices, images in WORK:
+            if (name, devices, images) not in known:
+                label = f"{name} on {devices} device(s), {images} image(s) each"
+                left[label] = functools.partial(record, name, devices, images, options)
+    return left
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
     parser.add_argument("--compilations", type=int, default=3, help="of each side (%(default)s)")
     parser.add_argument("--runs", type=int, default=7, help="of each side (%(default)s)")
-    parser.add_argument("--to", type=Path, default=TARGET, help="file to write (%(default)s)")
     options = parser.parse_args()
-    logging.basicConfig(format="%(message)s")
-    log.setLevel(logging.INFO)
-    found = []
-    for name in [options.only] if options.only else CHECKPOINTS:
-        for devices, images in WORK:
-            # JAX reads the number of devices once, so each has a process of its own.
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                work = process.submit(measure, name, devices, images, options.compilations, options.runs)
-                found.append(work.result())
-            log.info(json.dumps(found[-1], indent=1))
-    machine = {"cores": os.cpu_count(), "cpu": cpu_name(), "load in the last 15 minutes": os.getloadavg()[2]}
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    write_json(options.to, {"date": date, "versions": versions(), "machine": machine, "measured": found})
-
-
-def cpu_name() -> str:
-    """What Linux calls the CPU, or else its architecture."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else os.uname().machine
+    return work_through(lambda: find_left(options), options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

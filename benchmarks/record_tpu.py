@@ -1,170 +1,239 @@
 """Record what the TPU compiler says about Stable Diffusion 1.4 and XL: ``make tpu-report``.
 
-Writes a file to ``benchmarks/tpu`` for each program as soon as its answer is there, and leaves out what is recorded, so
-an interrupted run goes on where it stopped. All of it takes many hours on 2 cores: ``--minutes`` and ``--only`` take a
-part of it.
+About the pipelines it writes a file for each program to ``benchmarks/tpu``, and about the model of
+``stable_diffusion`` all into ``benchmarks/tpu_pieces.json``, which chapter 12 shows. Each answer is
+written as soon as it is there, and what is recorded is left out, so an interrupted run goes on
+where it stopped. All of it takes many hours on 2 cores: ``--minutes`` and ``--only`` take a part.
 """
 
-import argparse
 import dataclasses
-import json
-import logging
+import functools
 import os
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import diffusers
 import jax
-import transformers
 
-from course import tpu
-from course.tpu.compiler import versions, write_json
-from course.tpu.pipelines import Program, ask_about_whole, load_shapes
-from course.tpu.reports import Attempt, LargestBatch, PipelineReport, ask_about_pipeline, from_json
+from benchmarks.common import FOLDER, make_parser, work_through, write_json
+from course.tpu import model
+from course.tpu.chips import tpu_devices
+from course.tpu.compiler import Report
+from course.tpu.programs import (
+    DECODER,
+    ENCODERS,
+    PARTS,
+    SHARED_STEP,
+    STEP,
+    WHOLE,
+    Answer,
+    Piece,
+    Program,
+    parameter_bytes,
+)
+from course.tpu.records import largest_batch, read_answers
+from helpers import quiet_warnings
 
-FOLDER = Path(__file__).with_name("tpu")
-REPORT, LARGEST = "report", "largest batch"  # what there is to do about a program
-# With some large batches libtpu 0.0.42.1 overflows the stacks of its threads, and ends the process. These are its own
-# flags; a libtpu that lacks one ends the process, too, and names it. So nothing that imports this gets them.
-STACKS = "--xla_internal_thread_stack_size_bytes=16777216 --default_thread_stack_size=16777216"
-STACKS += " --fibers_default_thread_stack_size=16777216"
-log = logging.getLogger("course.tpu.recorder")
+# With some large batches libtpu 0.0.42.1 overflows the stacks of its threads, and ends its process.
+# These are its own flags. A libtpu that lacks one ends its process, too, and names it. So nothing
+# that imports this gets them.
+STACKS = (
+    "--xla_internal_thread_stack_size_bytes=16777216 "
+    "--default_thread_stack_size=16777216 "
+    "--fibers_default_thread_stack_size=16777216"
+)
+SIZES = ((1024, 1024), (1280, 960), (1152, 896), (1216, 832), (1344, 768), (768, 768))
+# Where the search for the largest batch of the model begins, for each chip.
+LARGEST = {"v5e": 4, "v6e": 16}
 
 
-def programs() -> dict[str, Program]:
-    """The programs of the report by name, the most useful first."""
-    # The bundled checkpoint compiles in seconds: it shows what chips and steps change (nothing), and what heads do.
-    small = {"chips": 8, "steps": 20}
-    heads = {"split_head_dim": True}
-    variants = {"8-chips": {}, "1-chip": {"chips": 1}, "50-steps": {"steps": 50}, "other-heads": heads}
-    found = {f"shapes-sd-bfloat16-v5e-{n}": Program("shapes-sd", **small | v) for n, v in variants.items()}
+def pipeline_programs() -> dict[str, Program]:
+    """The pipelines' programs by the names of their files, the most useful first."""
+    found = {}
+    # The bundled checkpoint compiles in seconds: it shows what chips and steps change (nothing),
+    # and what heads do.
+    small = Program("shapes-sd", "v5e", chips=8, steps=20)
+    found["shapes-sd-bfloat16-v5e-8-chips"] = small
+    found["shapes-sd-bfloat16-v5e-1-chip"] = dataclasses.replace(small, chips=1)
+    found["shapes-sd-bfloat16-v5e-50-steps"] = dataclasses.replace(small, steps=50)
+    found["shapes-sd-bfloat16-v5e-other-heads"] = dataclasses.replace(small, split_head_dim=True)
     # What was published for SDXL took 20 steps; the step count changes no program's size.
     steps = {"sd": 50, "sdxl": 20}
     for dtype in ("bfloat16", "float32"):
         # Published are times of SDXL on v5e and v4, so these come first.
         for name in ("sd-v5e", "sdxl-v5e", "sdxl-v4", "sd-v6e", "sdxl-v6e", "sd-v4"):
-            model, chip = name.split("-")
-            found[f"{model}-{dtype}-{chip}"] = Program(model, chip, dtype=dtype, steps=steps[model])
-    for model in steps:  # attention laid out the other way than usual
-        program = Program(model, "v5e", steps=steps[model], split_head_dim=model != "sdxl")
-        found[f"{model}-bfloat16-v5e-other-heads"] = program
+            model_name, chip = name.split("-")
+            program = Program(model_name, chip, steps=steps[model_name], dtype=dtype)
+            found[f"{model_name}-{dtype}-{chip}"] = program
+    for name in ("sd", "sdxl"):  # attention laid out the other way than usual
+        usual = found[f"{name}-bfloat16-v5e"]
+        other = dataclasses.replace(usual, split_head_dim=not usual.split_head_dim)
+        found[f"{name}-bfloat16-v5e-other-heads"] = other
     return found
 
 
-def is_searched(program: Program) -> bool:
-    """Whether a program's largest batch belongs to the report: a real model's, laid out as usual."""
-    return program.pipeline in ("sd", "sdxl") and program.split_head_dim is None
+def is_searched(name: str) -> bool:
+    """Whether a pipeline's largest batch is looked for: a real model's, laid out as usual."""
+    return not name.startswith("shapes") and not name.endswith("other-heads")
 
 
-def missing(wanted: dict[str, Program], folder: Path) -> list[tuple[str, str]]:
-    """What is left to do, in this order: every program's report, then the largest batches."""
-    reports, largest = [], []
-    for name, program in wanted.items():
-        file = folder / f"{name}.json"
-        if not file.exists():
-            reports.append((name, REPORT))
-        if is_searched(program) and not (file.exists() and json.loads(file.read_text())["largest_batch"]):
-            largest.append((name, LARGEST))
-    return reports + largest
+def model_pieces() -> list[tuple[Program, str]]:
+    """What to ask about the model of ``stable_diffusion``, the most useful first."""
+
+    def xl(attention: str, size: tuple[int, int] = (1024, 1024), chip: str = "v5e") -> Program:
+        height, width = size
+        return Program("sdxl", chip, height=height, width=width, steps=20, attention=attention)
+
+    def sd(attention: str, steps: int = 20) -> Program:
+        return Program("sd", steps=steps, attention=attention)
+
+    found = [(xl("auto"), STEP), (xl("auto"), DECODER), (xl("auto"), ENCODERS)]
+    for attention in ("plain", "dot_product", "auto"):
+        for channels in (640, 1280):
+            found.append((xl(attention), model.transformer_name(channels)))
+    for attention in ("plain", "dot_product", "auto"):
+        for channels in (320, 640, 1280):
+            found.append((sd(attention), model.transformer_name(channels)))
+    for size in SIZES[1:]:
+        for attention in ("dot_product", "auto"):
+            found.append((xl(attention, size), model.transformer_name(640)))
+    for piece in (STEP, DECODER, ENCODERS):
+        found.append((sd("auto", steps=50), piece))
+    found.append((xl("plain"), STEP))
+    found.append((sd("plain", steps=50), STEP))
+    found.append((xl("auto"), SHARED_STEP))
+    for size in SIZES[1:]:
+        found.append((xl("auto", size), STEP))
+    found.append((xl("auto", chip="v6e"), STEP))
+    return found
 
 
-def largest_that_fits(fits: Callable[[int], bool], start: int = 1) -> int:
-    """The largest number that fits, if all above it do not; 0 if none does.
+def take(program: Program, name: str) -> Piece:
+    """The piece of a program with that name."""
+    if program.attention is None:
+        quiet_warnings()
+        from course.tpu import pipelines  # it imports diffusers, which the model does without
 
-    Doubles from ``start`` until a number does not fit, then halves the interval.
+        return pipelines.take_apart(program)[name]
+    if name == SHARED_STEP:
+        return model.take_shared_step(program)
+    for channels in (320, 640, 1280):
+        if name == model.transformer_name(channels):
+            return model.take_transformer(program, channels)
+    return model.take_apart(program)[name]
 
-    Examples
-    --------
-    >>> largest_that_fits(lambda n: n <= 11), largest_that_fits(lambda n: n <= 11, start=20)
-    (11, 11)
+
+def read(file: Path) -> list[Answer]:
+    """The answers in a file, and none if there is no such file yet."""
+    return read_answers(file) if file.exists() else []
+
+
+def find_report(answers: Sequence[Answer], program: Program, name: str) -> Report | None:
+    for answer in answers:
+        if answer.program == program and name in answer.pieces:
+            return answer.pieces[name]
+    return None
+
+
+def ask(file: Path, program: Program, name: str) -> None:
+    """Ask about a piece, and add the answer to a file."""
+    report = take(program, name).ask(program.chip)
+    print(report.verdict, flush=True)
+    answers = read(file)
+    programs = [answer.program for answer in answers]
+    if program not in programs:
+        programs.append(program)
+        answers.append(Answer(program, {}, count_parameters(program)))
+    answers[programs.index(program)].pieces[name] = report
+    write_json(file, [dataclasses.asdict(answer) for answer in answers])
+
+
+def count_parameters(program: Program) -> dict[str, int]:
+    """Bytes of the parameters of each of a pipeline's models."""
+    if program.attention:
+        return {}
+    from course.tpu.pipelines import shapes_of
+
+    _, params = shapes_of(program)
+    return parameter_bytes(params)
+
+
+def next_batch(program: Program, answers: Sequence[Answer], start: int) -> int | None:
+    """The batch to ask about next in search of the largest that fits; None if that is known.
+
+    It doubles from ``start`` until one does not fit, and then halves the interval. With one image
+    more than the largest that fits, a program does not.
     """
-    fitting, refused = 0, start
-    while fits(refused):
-        fitting, refused = refused, 2 * refused
-    while refused - fitting > 1:
-        middle = (fitting + refused) // 2
-        if fits(middle):
-            fitting = middle
-        else:
-            refused = middle
-    return fitting
+    if largest_batch(program, answers) is not None:
+        return None
+    fitting = 0
+    refused = None
+    for answer in answers:
+        if dataclasses.replace(answer.program, batch=program.batch) != program:
+            continue
+        report = answer.pieces.get(WHOLE)
+        batch = answer.program.batch
+        if report and report.fits:
+            fitting = max(fitting, batch)
+        elif report and (refused is None or batch < refused):
+            refused = batch
+    if refused is None:
+        return max(start, 2 * fitting)
+    return (fitting + refused) // 2
 
 
-def find_largest_batch(program: Program, report: PipelineReport, start: int) -> LargestBatch:
-    """Compile a program with different batches, until one fits and the next does not.
-
-    The report spares the compilation of batch 1.
-    """
-    whole = report.whole
-    tried = {1: Attempt(1, whole.fits, whole.memory, whole.compile_seconds)}
-    shapes, date = load_shapes(program.pipeline, program.dtype, program.split_head_dim), whole.date
-
-    def fits(batch: int) -> bool:
-        nonlocal date
-        if batch not in tried:
-            answer = ask_about_whole(dataclasses.replace(program, batch=batch), shapes)
-            tried[batch], date = Attempt(batch, answer.fits, answer.memory, answer.compile_seconds), answer.date
-            log.info("batch %d: %s", batch, answer.verdict)
-        return tried[batch].fits
-
-    largest = largest_that_fits(fits, start) if whole.fits else 0
-    return LargestBatch(largest, tuple(tried[batch] for batch in sorted(tried)), date, versions())
+def find_left(
+    folder: Path, pieces_file: Path, start: int | None = None
+) -> dict[str, Callable[[], None]]:
+    """What is not recorded yet: pipelines' programs and parts, the model's, the largest batches."""
+    left = {}
+    searches = {}
+    for stem, program in pipeline_programs().items():
+        file = folder / f"{stem}.json"
+        answers = read(file)
+        whole = find_report(answers, program, WHOLE)
+        names = [WHOLE]
+        if whole is None or whole.fits:
+            names += PARTS
+        for name in names:
+            if find_report(answers, program, name) is None:
+                left[f"{stem}: {name}"] = functools.partial(ask, file, program, name)
+        if is_searched(stem):
+            searches[stem] = (file, program, start or 2)
+    answers = read(pieces_file)
+    for program, name in model_pieces():
+        if find_report(answers, program, name) is None:
+            left[f"{program}: {name}"] = functools.partial(ask, pieces_file, program, name)
+    for chip, first in LARGEST.items():
+        program = Program("sdxl", chip, steps=20, attention="auto")
+        searches[str(program)] = (pieces_file, program, start or first)
+    for name, (file, program, first) in searches.items():
+        batch = next_batch(program, read(file), first)
+        if batch is not None:
+            asked = dataclasses.replace(program, batch=batch)
+            left[f"{name}: largest batch"] = functools.partial(ask, file, asked, WHOLE)
+    return left
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, help="start no program after so many minutes")
-    parser.add_argument("--only", default="", help="only programs whose name has this in it")
-    parser.add_argument("--start", type=int, default=2, help="the batch to begin searches with (%(default)s)")
+    parser = make_parser(__doc__)
+    parser.add_argument("--start", type=int, help="the batch to begin searches with")
     parser.add_argument(
-        "--list", action="store_true", help="say what is recorded and what is left, and compile nothing"
+        "--to", type=Path, default=FOLDER, help="the folder of the records (%(default)s)"
     )
-    parser.add_argument("--to", type=Path, default=FOLDER, help="folder of the report (%(default)s)")
     options = parser.parse_args(arguments)
-    wanted = {name: program for name, program in programs().items() if options.only in name}
-    if not wanted:
-        parser.error(f"no program has {options.only!r} in its name; there are {', '.join(programs())}")
-    if options.start < 1:
+    if options.start is not None and options.start < 1:
         parser.error(f"--start is {options.start}, and has to be 1 or more")
-    left = missing(wanted, options.to)
-    if options.list:
-        for name in wanted:
-            print(f"{name:<36}{', '.join(what for other, what in left if other == name) or 'nothing'} to do")
-        return 0
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("course").setLevel(logging.INFO)
-    try:
-        tpu.tpu_devices()
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
-    diffusers.logging.set_verbosity_error()
-    transformers.logging.set_verbosity_error()
-    jax.config.update("jax_platforms", "cpu")
-    start, refused = time.monotonic(), []
-    while left and (options.minutes is None or time.monotonic() - start < options.minutes * 60):
-        (name, what), *left = left
-        if name in refused:  # there is no report to add a largest batch to
-            continue
-        log.info("== %s: %s", name, what)
-        file, program = options.to / f"{name}.json", wanted[name]
+    if not options.list:
+        jax.config.update("jax_platforms", "cpu")
         try:
-            if what == REPORT:
-                report = ask_about_pipeline(program)
-            else:
-                report = from_json(PipelineReport, json.loads(file.read_text()))
-                found = find_largest_batch(program, report, options.start)
-                report = dataclasses.replace(report, largest_batch=found)
-        except jax.errors.JaxRuntimeError as error:  # the other programs may still compile
-            log.info("%s: the compiler failed: %s", name, error)
-            refused.append(name)
-            continue
-        write_json(file, dataclasses.asdict(report))
-        log.info("recorded; left: %s", ", ".join(f"{name} ({what})" for name, what in left) or "nothing")
-    print(f"Left to do: {len(left)}. Failed: {', '.join(refused) or 'nothing'}.")
-    return bool(refused)
+            tpu_devices()
+        except RuntimeError as error:
+            print(error, file=sys.stderr)
+            return 1
+    folder = options.to / "tpu"
+    pieces_file = options.to / "tpu_pieces.json"
+    return work_through(lambda: find_left(folder, pieces_file, options.start), options)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What people start with ``python -m course.…``: the doctor, several processes on one machine, the TPU compiler."""
+"""What people start with ``python -m course.…``: the doctor, hosts, the TPU compiler, training."""

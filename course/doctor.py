@@ -1,80 +1,81 @@
 """What is installed, what JAX sees, and what to do about it: ``python -m course.doctor``.
 
-Prints one page, and exits with 1 if there is a problem.
+Prints one page, and exits with 1 if there is a problem. Each check imports what it needs, as a
+package that is missing is a problem like others.
 """
 
-import os
 import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 from helpers import packages
 
 GIB = 2**30
-# What the bundled chapters need at their peak, and what the installation and the images take.
-LEAST_MEMORY = 2 * GIB
-LEAST_DISK = 2 * GIB
+LEAST_FREE = 2 * GIB  # what the chapters take of memory, and the installation and images of disk
 HUB_TIMEOUT = 5  # seconds
-# What puts the checkpoints back: in a clone, an installation would only point to the files that are missing there.
-_IN_CLONE = (Path(__file__).parents[1] / ".git").exists()
-REPAIR = "git checkout -- checkpoints" if _IN_CLONE else f"{packages.PIP} --force-reinstall --no-deps ."
+# In a clone, another installation would only point to the files that are missing.
+REPAIR = f"{packages.PIP} --force-reinstall --no-deps ."
+if Path(__file__).parents[1].joinpath(".git").exists():
+    REPAIR = "git checkout -- checkpoints"
 
 
 def check_packages() -> Iterator[str]:
-    """Print a line for each package; yield the problems."""
-    print(f"{'package':<18}{'installed':<14}expected")
+    """Print a line for each package that the course needs; yield the problems."""
+    print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}")
+    print(f"{sys.executable}\n")
     needed = packages.needed_packages()
     if not needed:
-        yield f"{packages.DISTRIBUTION} is not installed: in a clone of the course, run `{packages.PIP} .`"
-    wrong = {package.requirement.name for package in needed if not package.fits}
+        yield (
+            f"{packages.DISTRIBUTION} is not installed: in a clone of the course, run "
+            f"`{packages.PIP} .`"
+        )
     for package in needed:
-        name, expected = package.requirement.name, str(package.requirement.specifier) or "any"
-        verdict = "" if package.fits else "   <- problem"
-        print(f"{name:<18}{package.installed or 'missing':<14}{expected}{verdict}")
+        print(f"{package.name:<18}{package.installed or 'missing':<14}{package.allowed}")
         if not package.fits:
-            found = f"{name} {package.installed} is installed" if package.installed else f"{name} is missing"
-            yield f"{found}, and {name} {expected} is needed: {packages.pip_command([package])}"
-    if wrong and wrong <= {"diffusers", "huggingface-hub", "transformers"}:
-        print("The chapters from 11 on run as it is: they need no diffusers, and any versions of the other two.")
+            yield (
+                f"{package.name} is {package.installed or 'missing'}, and "
+                f"{package.name}{package.allowed} is needed: {packages.pip_command([package])}"
+            )
+    wrong = {package.name for package in needed if not package.fits}
+    if wrong and wrong <= set(packages.ONLY_FOR_FLAX_PIPELINES):
+        print("\nThe chapters from 11 on run as it is: no Flax pipeline is in them.")
+
+
+def check_jax() -> Iterator[str]:
+    """An error of ``import jax`` is a problem."""
+    try:
+        import jax  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # the latter if jaxlib has another version
+        needed = [package for package in packages.needed_packages() if package.name == "jax"]
+        yield f"JAX cannot be imported ({error}): {packages.pip_command(needed)} --force-reinstall"
 
 
 def check_devices() -> Iterator[str]:
-    """Say what JAX runs on; a machine with an accelerator that JAX does not use is a problem."""
-    try:
-        from helpers import devices
-    except (ImportError, RuntimeError) as error:  # jax raises the latter if jaxlib has a different version
-        jax = [package for package in packages.needed_packages() if package.requirement.name == "jax"]
-        if jax:  # otherwise, what is wrong was said with the packages
-            yield f"JAX cannot be imported ({error}): {packages.pip_command(jax)} --force-reinstall"
-        return
+    """Say what JAX runs on; an accelerator that JAX does not use is a problem."""
+    from helpers import devices
+
     try:
         devices.simulate_devices()  # as every chapter does
         print(devices.device_report())
-    except ValueError as error:
-        yield f"{error} Correct it, or: unset {devices.DEVICES_VARIABLE}"
+    except (RuntimeError, ValueError) as error:
+        yield f"JAX does not start: {error}"
         return
-    except RuntimeError as error:
-        yield f"JAX does not start ({error}). Stop other processes that use the accelerator, and: unset JAX_PLATFORMS"
+    if devices.find_runtime() == "laptop":
+        print("There is no accelerator here, and none is needed.")
         return
     try:
         devices.require_accelerator()
     except RuntimeError as error:
-        # On a laptop this is not a problem: the chapters run on its CPU.
-        if devices.find_runtime() == "laptop":
-            print("There is no accelerator here, and none is needed.")
-        else:
-            yield str(error)
+        yield str(error)
 
 
 def check_checkpoints() -> Iterator[str]:
     """Read every bundled checkpoint's files; unreadable ones are a problem."""
-    try:
-        from helpers.checkpoints import bundled_checkpoint, bundled_names
-    except (ImportError, RuntimeError):
-        return  # reported with the packages or with JAX
+    from helpers.checkpoints import bundled_checkpoint, bundled_names
+
     names = bundled_names()
     if not names:
         yield f"The bundled checkpoints are missing: {REPAIR}"
@@ -88,72 +89,57 @@ def check_checkpoints() -> Iterator[str]:
             print(f"Bundled checkpoint {name}: {size / 1e6:.1f} MB of weights, readable")
 
 
-def find_token() -> str | None:
-    """Say in words where this runtime holds a token for the Hub; never the token itself."""
-    from huggingface_hub import constants, get_token
-
-    from helpers.tokens import TOKEN, has_token, take_kaggle_secret
-
-    if not has_token():
-        return None
-    token, file = get_token(), Path(constants.HF_TOKEN_PATH)
-    if take_kaggle_secret():
-        return f"Kaggle's secret {TOKEN}"
-    if token in (os.environ.get(name, "").strip() for name in (TOKEN, "HUGGING_FACE_HUB_TOKEN")):
-        return f"the environment variable {TOKEN}"
-    if file.is_file() and file.read_text().strip() == token:
-        return f"the file {file}"
-    return f"Colab's secret {TOKEN}"
-
-
 def check_hub() -> Iterator[str]:
-    """Say whether the Hugging Face Hub answers, and where a token for it is. Without either, there is no problem."""
-    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    """Say whether the Hugging Face Hub answers; the chapters run without it, too."""
+    from huggingface_hub import constants
+
+    from helpers.hub_token import has_token
+
     try:
-        with urlopen(f"{address}/api/models?limit=1", timeout=HUB_TIMEOUT):
-            answer = "answers"
+        urlopen(f"{constants.ENDPOINT}/api/models?limit=1", timeout=HUB_TIMEOUT).close()
+        answer = "answers"
     except HTTPError as error:
         answer = f"answers with {error.code}"
-    except (URLError, OSError, ValueError) as error:
-        answer = f"cannot be reached ({getattr(error, 'reason', error)}), so only bundled checkpoints can be loaded"
-    print(f"The Hub, {address}: {answer}")
-    try:
-        place = find_token()
-    except ImportError:
-        return  # reported with the packages
-    print(f"Token for the Hub: in {place}" if place else "Token for the Hub: none, which public models do not need")
-    if "COLAB_RELEASE_TAG" in os.environ and not place:
-        print("Colab shows its secrets to notebooks only, and not to a command such as this.")
+    except (OSError, ValueError) as error:
+        answer = f"cannot be reached ({error}), so only bundled checkpoints can be loaded"
+    print(f"The Hub, {constants.ENDPOINT}: {answer}")
+    if has_token():
+        print("A token for the Hub: found")
+    else:
+        print("A token for the Hub: none, which public models do not need")
     yield from ()
 
 
 def check_room() -> Iterator[str]:
     """Free memory, and free disk in the place of the Hub's files."""
-    try:
-        import psutil
+    import psutil
+    from huggingface_hub import constants
 
-        from helpers.checkpoints import free_disk
-    except (ImportError, RuntimeError):
-        return  # reported with the packages or with JAX
+    from helpers.checkpoints import free_disk
+
     memory = psutil.virtual_memory()
     print(f"Memory: {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free")
-    if memory.available < LEAST_MEMORY:
+    if memory.available < LEAST_FREE:
         yield "Less than 2 GiB of memory is free: shut down other kernels"
-    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    free = free_disk(cache)
-    print(f"Disk: {free / GIB:.1f} GiB free for {cache}")
-    if free < LEAST_DISK:
-        yield f"Less than 2 GiB of disk is free for {cache}: `hf cache delete --disable-tui`, or set HF_HOME elsewhere"
+    free = free_disk(constants.HF_HUB_CACHE)
+    print(f"Disk: {free / GIB:.1f} GiB free for {constants.HF_HUB_CACHE}")
+    if free < LEAST_FREE:
+        yield (
+            f"Less than 2 GiB of disk is free for {constants.HF_HUB_CACHE}: `hf cache delete "
+            "--disable-tui`, or set HF_HOME elsewhere"
+        )
 
 
 def main() -> int:
     """Print the page; 1 if there is a problem, else 0."""
-    print(f"Python {platform.python_version()} on {platform.system()} {platform.machine()}, {sys.executable}\n")
-    problems = []
-    for check in (check_packages, check_devices, check_checkpoints, check_hub, check_room):
+    problems = [*check_packages(), *check_jax()]
+    print()
+    checks = [check_devices, check_checkpoints, check_hub, check_room]
+    if "jax" not in sys.modules:
+        checks = []  # they all need it
+    for check in checks:
         try:
-            for problem in check():
-                problems.append(problem)
+            problems.extend(check())
         except Exception as error:  # what nobody foresaw must not hide what was found
             problems.append(f"{check.__name__} failed: {type(error).__name__}: {error}")
         print()

@@ -1,7 +1,8 @@
-"""Run the model on the hardware that is here, and write down how long it took: ``python -m course.measure``.
+"""Run the model on the hardware that is here, and write down how long it took.
 
-The time does not depend on what the weights are, so those of a real model are made up, and nothing is downloaded. The
-files in ``benchmarks/measured`` come from this command; chapter 12 shows each beside what the TPU compiler says.
+``python -m course.measure`` starts it. The time does not depend on what the weights are, so those
+of a real model are made up, and nothing is downloaded. The files in ``benchmarks/measured`` come
+from this command; chapter 12 shows each beside what the TPU compiler says.
 """
 
 import argparse
@@ -19,8 +20,10 @@ import numpy as np
 
 import stable_diffusion
 from course.tpu.chips import CHIPS
-from course.tpu.compiler import from_json, versions, write_json
-from course.tpu.model import Drawing, find_recorded, load_config
+from course.tpu.compiler import versions
+from course.tpu.model import load_config
+from course.tpu.programs import Program
+from course.tpu.records import recorded_times
 from helpers.places import find_data
 
 
@@ -41,7 +44,7 @@ class Measured:
     date: str
     compile_seconds: float
     seconds: tuple[float, ...]  #: of each later call, from token ids to images
-    bound: float | None = None  #: seconds, of the recorded answers for this chip; None if nobody asked
+    bound: float | None = None  #: seconds, by the recorded answers for this chip; None without any
     estimate: float | None = None  #: likewise
 
     @property
@@ -51,12 +54,35 @@ class Measured:
 
 
 def make_up(config: stable_diffusion.Config, dtype) -> dict:
-    """Parameters of the right shapes, made of small random numbers. (Of zeros, chips may be faster.)"""
-    shapes, random = stable_diffusion.parameter_shapes(config, dtype), np.random.default_rng(0)
-    return jax.tree.map(lambda of: jnp.asarray(random.standard_normal(of.shape, np.float32) * 0.02, dtype), shapes)
+    """Parameters of the right shapes, made of small random numbers.
+
+    Of zeros, chips may be faster.
+    """
+    random = np.random.default_rng(0)
+
+    def draw(shape: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.asarray(0.02 * random.standard_normal(shape.shape, np.float32), dtype)
+
+    return jax.tree.map(draw, stable_diffusion.parameter_shapes(config, dtype))
 
 
-def measure(model="shapes-sd", steps=20, batch=1, attention="auto", height=None, width=None, calls=5) -> Measured:
+def find_chip_name(device: jax.Device) -> str:
+    """The key of ``CHIPS`` for a device; empty if it is none of these."""
+    for name, kind in CHIPS.items():
+        if device.device_kind in kind.device_kinds:
+            return name
+    return ""
+
+
+def measure(
+    model: str = "shapes-sd",
+    steps: int = 20,
+    batch: int = 1,
+    attention: str = "auto",
+    height: int | None = None,
+    width: int | None = None,
+    calls: int = 5,
+) -> Measured:
     """Compile ``stable_diffusion.generate`` for one device, call it, and say how long that took.
 
     Raises
@@ -64,44 +90,96 @@ def measure(model="shapes-sd", steps=20, batch=1, attention="auto", height=None,
     ValueError
         If there is no such model, or a size, a number of steps or an attention is impossible.
     """
-    for name, value in {"steps": steps, "batch": batch, "calls": calls}.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}: give at least 1.")
-    device, config = jax.devices()[0], load_config(model)
+    if calls < 1:
+        raise ValueError(f"calls is {calls}: give at least 1.")
+    device = jax.devices()[0]
     dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    usual = config.unet.sample_size * config.pixels_per_latent
-    height, width = height or usual, width or usual
+    program = Program(
+        model,
+        find_chip_name(device),
+        batch=batch,
+        height=height,
+        width=width,
+        steps=steps,
+        dtype=jnp.dtype(dtype).name,
+        attention=attention,
+    )
+    config = load_config(model)
     params = make_up(config, dtype)
     ids = jnp.zeros((batch, len(config.text), config.text[0].max_position_embeddings), jnp.int32)
-    draw = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
-    inputs, static = (ids, jax.random.key(0), ids[:1], steps), {"height": height, "width": width}
+    key = jax.random.key(0)
+    empty = ids[:1]
+    generate = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
     start = time.perf_counter()
-    compiled = draw.lower(params, config, *inputs, attention=attention, **static).compile()
-    compile_seconds, seconds = time.perf_counter() - start, []
+    lowered = generate.lower(
+        params,
+        config,
+        ids,
+        key,
+        empty,
+        steps,
+        attention=attention,
+        height=program.height,
+        width=program.width,
+    )
+    compiled = lowered.compile()
+    compile_seconds = time.perf_counter() - start
+    seconds = []
     for _ in range(1 + calls):
         start = time.perf_counter()
-        compiled(params, *inputs).block_until_ready()
-        seconds.append(time.perf_counter() - start)
-    chip = next((name for name, kind in CHIPS.items() if device.device_kind in kind.device_kinds), "")
-    times = find_recorded(Drawing(model, attention, chip, batch, height, width, steps))
+        compiled(params, ids, key, empty, steps).block_until_ready()
+        seconds.append(round(time.perf_counter() - start, 4))
+    times = recorded_times(program)
     return Measured(
-        model, attention, batch, height, width, steps, jnp.dtype(dtype).name, device.platform, device.device_kind,
-        versions("jax", "jaxlib", "libtpu"),
-        datetime.datetime.now(datetime.UTC).date().isoformat(),
-        round(compile_seconds, 1), tuple(round(second, 4) for second in seconds[1:]),
-        *((times.bound, times.estimate) if times else (None, None)),
-    )  # fmt: skip
+        model=model,
+        attention=attention,
+        batch=batch,
+        height=program.height,
+        width=program.width,
+        steps=steps,
+        dtype=program.dtype,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        versions=versions("jax", "jaxlib", "libtpu"),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        compile_seconds=round(compile_seconds, 1),
+        seconds=tuple(seconds[1:]),
+        bound=times.bound if times else None,
+        estimate=times.estimate if times else None,
+    )
+
+
+def read_measured(file: Path) -> Measured:
+    """What a file of ``benchmarks/measured`` holds; a TypeError if its fields are not these."""
+    content = json.loads(file.read_text())
+    content["seconds"] = tuple(content["seconds"])
+    return Measured(**content)
+
+
+def measured_runs() -> list[Measured]:
+    """What is in ``benchmarks/measured``."""
+    files = sorted(find_data("benchmarks/measured").glob("*.json"))
+    return [read_measured(file) for file in files]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m course.measure", description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default="shapes-sd", help="sd, sdxl or a bundled checkpoint (%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m course.measure", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="shapes-sd",
+        help="sd, sdxl or a bundled checkpoint (%(default)s)",
+    )
     for name, default in {"steps": 20, "batch": 1, "calls": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="by default %(default)s")
     for name in ("height", "width"):
-        parser.add_argument(f"--{name}", type=int, help="in pixels; by default what the model was trained for")
+        parser.add_argument(f"--{name}", type=int, help="in pixels; by default as in training")
     parser.add_argument("--attention", default="auto", help=", ".join(stable_diffusion.ATTENTION))
-    parser.add_argument("--to", type=Path, default=Path(), help="the folder to write the file into (the current one)")
+    parser.add_argument(
+        "--to", type=Path, default=Path(), help="the folder for the file (this one)"
+    )
     options = vars(parser.parse_args(arguments))
     folder = options.pop("to")
     try:
@@ -109,17 +187,16 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    name = f"{found.model}-{found.device_kind}-{found.attention}-{found.date}".replace(" ", "-").lower()
-    write_json(folder / f"{name}.json", dataclasses.asdict(found))
-    print(f"{found.model}, {found.steps} steps, batch {found.batch}, on {found.device_kind}: {found.steady:.3g} s.")
-    print(f"Written to {folder / name}.json. A pull request that adds it to benchmarks/measured is welcome.")
+    name = f"{found.model}-{found.device_kind}-{found.attention}-{found.date}"
+    file = folder / f"{name.replace(' ', '-').lower()}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+    print(
+        f"{found.model}, {found.steps} steps, batch {found.batch}, on {found.device_kind}: "
+        f"{found.steady:.3g} s."
+    )
+    print(f"Written to {file}. A pull request that adds it to benchmarks/measured is welcome.")
     return 0
-
-
-def measured_runs() -> list[Measured]:
-    """What is in ``benchmarks/measured``."""
-    files = sorted(find_data("benchmarks/measured").glob("*.json"))
-    return [from_json(Measured, json.loads(file.read_text())) for file in files]
 
 
 if __name__ == "__main__":

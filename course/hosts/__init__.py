@@ -1,1 +1,1 @@
-"""Several processes that run one program: a launcher for one machine, and a worker that draws on many."""
+"""Several processes that run one program: a launcher for one machine, and a worker for many."""

@@ -1,9 +1,12 @@
-"""Start several processes of a program on this machine: ``python -m course.hosts.launch -n 2 --devices 4 -- hello.py``.
+"""Start several processes of a program on this machine.
 
-Each process runs Python with what follows ``--`` (``hello.py``, or ``-m course.hosts.worker --prompts FILE --out DIR``)
-and three more arguments, which ``jax.distributed.initialize`` needs: ``--coordinator=HOST:PORT --processes=N
---process-id=K``. Each line that they print is shown behind the number of its process. If one fails, the launcher says
-which, stops the others, and exits with 1. It leaves no process behind, also when it is interrupted or terminated.
+For example: ``python -m course.hosts.launch -n 2 --devices 4 -- hello.py``.
+
+Each process runs Python with what follows ``--`` (``hello.py``, or ``-m course.hosts.worker
+--prompts FILE --out DIR``) and three more arguments, which ``jax.distributed.initialize`` needs:
+``--coordinator=HOST:PORT --processes=N --process-id=K``. Each line that a process prints is shown
+behind its number. If one fails, the launcher says which, stops the others, and exits with 1. It
+leaves no process behind, not even when it is interrupted or terminated.
 """
 
 import argparse
@@ -19,7 +22,10 @@ GRACE = 5  # seconds that a process has to end by itself
 
 
 def launch(
-    arguments: Sequence[str], processes: int = 2, devices: int | None = None, time_limit: float | None = None
+    arguments: Sequence[str],
+    processes: int = 2,
+    devices: int | None = None,
+    time_limit: float | None = None,
 ) -> int:
     """Run a Python program as several processes that can meet, and print what they print.
 
@@ -30,9 +36,10 @@ def launch(
     processes : int
         How many, 1 or more.
     devices : int, optional
-        Have the CPU of each process act as so many devices. By default, they use the hardware that they find.
+        Have the CPU of each process act as this many devices. By default, the processes use the
+        hardware that they find.
     time_limit : float, optional
-        Stop all of them after so many seconds.
+        Stop all of them after this many seconds.
 
     Returns
     -------
@@ -45,27 +52,47 @@ def launch(
         If there is nothing to run, or the number of processes or devices is less than 1.
     """
     if not arguments:
-        raise ValueError("There is nothing to run: give the name of a script, or -m and the name of a module.")
+        raise ValueError(
+            "There is nothing to run: give the name of a script, or -m and the name of a module."
+        )
     for name, number in (("processes", processes), ("devices", devices)):
         if number is not None and number < 1:
             raise ValueError(f"The number of {name} is {number}: give at least 1.")
     coordinator = f"127.0.0.1:{free_port()}"
-    # JAX would listen on every interface, of IPv6, too, and not every machine has that.
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "JAX_COORDINATOR_BIND_ADDRESS": coordinator}
+    # By default JAX listens on every interface, IPv6 included, and not every machine has IPv6.
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,
+    }
     if devices:
         # The second is read by JAX itself, the third by the helper that every chapter calls.
-        environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "TUTORIAL_DEVICES": str(devices)}
-        # XLA's threads are as many as a process has devices, or cores if these are more, or NPROC. JAX 0.7 compiles
-        # by their number, and a different number rounds differently: so it is the same however devices are grouped.
+        environment |= {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "TUTORIAL_DEVICES": str(devices),
+        }
+        # XLA starts NPROC threads; without NPROC, one for each device of the process, or for each
+        # core if there are more cores. What JAX 0.7 compiles depends on that number, and so does
+        # the rounding. With NPROC the number is the same however the devices are grouped.
         environment["NPROC"] = str(max(processes * devices, os.cpu_count() or 1))
     started: list[subprocess.Popen] = []
     try:
         for number in range(processes):
-            meeting = [f"--coordinator={coordinator}", f"--processes={processes}", f"--process-id={number}"]
-            command = [sys.executable, *arguments, *meeting]
-            pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            started.append(subprocess.Popen(command, env=environment, bufsize=0, **pipes))
-            os.set_blocking(started[-1].stdout.fileno(), False)
+            meeting = [
+                f"--coordinator={coordinator}",
+                f"--processes={processes}",
+                f"--process-id={number}",
+            ]
+            process = subprocess.Popen(
+                [sys.executable, *arguments, *meeting],
+                env=environment,
+                bufsize=0,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+            started.append(process)
+            os.set_blocking(process.stdout.fileno(), False)
         return _watch(started, time_limit)
     finally:
         _stop(started)
@@ -74,18 +101,19 @@ def launch(
 def _watch(processes: list[subprocess.Popen], time_limit: float | None) -> int:
     """Show what the processes print until all have ended, one has failed, or the time is over."""
     start = time.monotonic()
-    unfinished = [b""] * len(processes)  # lines
+    unfinished = [b""] * len(processes)  # the line that each process has begun
     while True:
         running = [process for process in processes if process.poll() is None]
         failed = [number for number, process in enumerate(processes) if process.returncode]
-        # If some failed, the others only complain about their death.
+        # If one has failed, the others only complain that it is gone: do not show them.
         for number in failed or range(len(processes)):
             unfinished[number] = _show(number, unfinished[number] + _read(processes[number]))
         if failed or not running:
             for number in failed or range(len(processes)):
                 _show(number, unfinished[number] + b"\n" if unfinished[number] else b"")
             for number in failed:
-                _say(f"process {number} (pid {processes[number].pid}) {_how(processes[number].returncode)}")
+                process = processes[number]
+                _say(f"process {number} (pid {process.pid}) {_how(process.returncode)}")
             return int(bool(failed))
         if time_limit is not None and time.monotonic() - start > time_limit:
             _say(f"the time limit of {time_limit:g} s is over")
@@ -94,7 +122,7 @@ def _watch(processes: list[subprocess.Popen], time_limit: float | None) -> int:
 
 
 def _read(process: subprocess.Popen) -> bytes:
-    """What a process has printed since the last time: all of it, since no more fits into a pipe."""
+    """What a process has printed since the last time; a pipe holds no more than one read takes."""
     try:
         return os.read(process.stdout.fileno(), 2**20)
     except BlockingIOError:
@@ -105,7 +133,7 @@ def _show(number: int, text: bytes) -> bytes:
     """Print whole lines behind the number of their process; return what is left."""
     *lines, rest = text.split(b"\n")
     for line in lines:
-        # The CPU's collectives announce every connection, on lines that run into each other.
+        # Gloo, which connects CPUs, announces every connection on lines that run into each other.
         if not (line.startswith(b"[Gloo]") or b"peer ranks" in line):
             print(f"[{number}] {line.decode(errors='replace')}", flush=True)
     return rest
@@ -148,21 +176,36 @@ def _say(text: str) -> None:
 
 def main() -> int:
     """Launch what the command line says; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", "--processes", type=int, default=2, help="how many processes (default: 2)")
-    parser.add_argument("--devices", type=int, help="simulated CPU devices of each; by default, the hardware's own")
-    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop all of them after so long")
-    parser.add_argument("program", nargs="*", metavar="-- program", help="a script or -m module, and its arguments")
-    # What follows the first -- is not the launcher's business, even if it looks like an option.
-    own, program = sys.argv[1:], []
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-n", "--processes", type=int, default=2, help="how many processes (default: 2)"
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        help="simulated CPU devices of each process (default: the hardware's own devices)",
+    )
+    parser.add_argument(
+        "--time-limit", type=float, metavar="SECONDS", help="stop all of them after this time"
+    )
+    parser.add_argument(
+        "program", nargs="*", metavar="-- program", help="a script or -m module, and its arguments"
+    )
+    # What follows the first -- is for the program, even if it looks like an option.
+    own = sys.argv[1:]
+    program = []
     if "--" in own:
-        own, program = own[: own.index("--")], own[own.index("--") + 1 :]
+        end = own.index("--")
+        program = own[end + 1 :]
+        own = own[:end]
     options = parser.parse_args(own)
     if options.program:
         parser.error(f"put -- before the program: -- {' '.join(options.program + program)}")
-    # If a shell starts it in the background, Python would ignore Ctrl-C's signal.
+    # A shell that starts the launcher in the background has it ignore Ctrl-C's signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # As Ctrl-C does, this unwinds the stack, so that the processes are stopped.
+    # An exception, as Ctrl-C raises one, leaves launch through its finally: the processes stop.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return launch(program, options.processes, options.devices, options.time_limit)

@@ -1,12 +1,16 @@
-"""One of several processes that draw prompts together: ``python -m course.hosts.worker --prompts FILE --out DIR``.
+"""One of several processes that draw prompts together.
 
-Every process runs this same program, one on each host. Together they see all devices as one mesh, and in each round
-every device draws one image. The images of a round are gathered across the processes, and process 0 writes them, so
-only process 0 needs FILE and DIR. Image ``i`` belongs to line ``i`` of FILE, and its key follows from the seed and
-``i`` alone, so it is the same on any number of processes and devices. Started again, the program draws what is missing.
+For example: ``python -m course.hosts.worker --prompts FILE --out DIR``.
 
-Without ``--coordinator``, ``--processes`` and ``--process-id``, JAX finds the other processes itself: on TPU slices,
-under Slurm, Open MPI and Kubernetes. On one machine, ``python -m course.hosts.launch`` starts several.
+Every process runs this same program, one on each host. Together they see all devices as one mesh,
+and in each round every device draws one image. The images of a round are gathered across the
+processes, and process 0 writes them, so only process 0 needs FILE and DIR. Image ``i`` belongs to
+line ``i`` of FILE, and its key follows from the seed and ``i`` alone, so it is the same on any
+number of processes and devices. When the program is started again, it draws what is missing.
+
+Without ``--coordinator``, ``--processes`` and ``--process-id``, JAX finds the other processes
+itself: on TPU slices, under Slurm, Open MPI and Kubernetes. On one machine, ``python -m
+course.hosts.launch`` starts several.
 """
 
 import argparse
@@ -24,7 +28,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import distributed  # the barrier below has no public name; Orbax takes it from here, too
+
+# What waits for all processes below has no public name; Orbax takes it from here, too.
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,27 +40,31 @@ from PIL.PngImagePlugin import PngInfo
 from helpers.checkpoints import Checkpoint, pick_checkpoint
 from helpers.devices import simulate_devices
 from helpers.inputs import create_key, warn_about_prompt
-from helpers.packages import quiet_deprecations, require_flax
+from helpers.packages import quiet_warnings, require_flax
 
 PATIENCE = 3600  # seconds that a process waits for the others to load and compile
 # From token ids, parameters and key numbers to images, and whether their numbers were finite.
 Draw = Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, jax.Array]]
 
 
-def join(coordinator: str | None, processes: int | None, process_id: int | None, timeout: int) -> None:
+def join(
+    coordinator: str | None, processes: int | None, process_id: int | None, timeout: int
+) -> None:
     """Meet the other processes: builds on ``jax.distributed.initialize``.
 
-    Ends this process with a message if they do not all come in time. JAX would end it, too, but from C++ and with a
-    stack trace in place of a sentence; nothing in Python can catch that.
+    Ends this process with a message if they do not all come in time. JAX would end it, too, but
+    from C++, where nothing in Python can catch it, and with a stack trace in place of a sentence.
     """
-    simulate_devices()  # without an accelerator, the CPU of each process acts as several devices
+    # Without an accelerator, the CPU of each process acts as several devices.
+    simulate_devices()
 
     def give_up() -> None:
         me = "This process" if process_id is None else f"Process {process_id} of {processes}"
         where = f" at {coordinator}" if coordinator else ""
         print(
-            f"Error: {me} waited {timeout} s for the others{where}, and they did not all come: see what each of them "
-            "printed last, check that each reaches that address, and start all of them again.",
+            f"Error: {me} waited {timeout} s for the others{where}, and they did not all come: "
+            "see what each of them printed last, check that each reaches that address, "
+            "and start all of them again.",
             file=sys.stderr,
             flush=True,
         )
@@ -68,21 +78,25 @@ def join(coordinator: str | None, processes: int | None, process_id: int | None,
             coordinator,
             processes,
             process_id,
-            # JAX would look for a cluster even if everything is given, for example inside a Slurm allocation.
+            # JAX looks for a cluster, such as Slurm's, even if it is told everything.
             cluster_detection_method="deactivate" if coordinator else None,
             initialization_timeout=timeout + 60,  # the watchdog comes first
         )
     except ValueError as error:
         raise RuntimeError(
-            f"JAX finds no cluster here ({error}) Start the processes with `python -m course.hosts.launch`, or give "
-            "each --coordinator, --processes and --process-id."
+            f"JAX finds no cluster here ({error}) Start the processes with "
+            "`python -m course.hosts.launch`, or give each --coordinator, --processes and "
+            "--process-id."
         ) from None
     jax.devices()  # here each process tells the others which devices it has
     watchdog.cancel()
 
 
 def from_process_0(name: str, value: Any) -> Any:
-    """Wait for process 0, and give every process its value: anything that JSON can hold. Elsewhere, it is ignored."""
+    """Wait for process 0, and give every process the value that process 0 has.
+
+    The value is anything that JSON can hold. What the other processes pass is ignored.
+    """
     client = distributed.global_state.client
     if jax.process_index() == 0:
         client.key_value_set(name, json.dumps(value))
@@ -92,7 +106,8 @@ def from_process_0(name: str, value: Any) -> Any:
 def wait_for_all(name: str) -> None:
     """Wait until every process is here.
 
-    Gathering waits, too, but on CPUs for 30 seconds only, and one host may compile for longer than the others.
+    Gathering waits, too, but on CPUs only for 30 seconds, and one host may compile that much longer
+    than the others.
     """
     distributed.global_state.client.wait_at_barrier(name, PATIENCE * 1000)
 
@@ -165,14 +180,17 @@ def find_missing(folder: Path, descriptions: list[dict[str, str]]) -> list[int]:
         for name, expected in description.items():
             if found.get(name) != expected:
                 raise RuntimeError(
-                    f"{file} is there already with the {name} {found.get(name)!r}, not {expected!r}: give a different "
-                    "--out, or remove what is in this one."
+                    f"{file} is there already with the {name} {found.get(name)!r}, "
+                    f"not {expected!r}: give a different --out, or remove what is in this one."
                 )
     return missing
 
 
 def write_image(file: Path, image: np.ndarray, description: dict[str, str]) -> None:
-    """Write an image, uint8 of shape (height, width, 3), with its description, whole or not at all."""
+    """Write an image with its description, whole or not at all.
+
+    The image is uint8 of shape (height, width, 3).
+    """
     texts = PngInfo()
     for name, text in description.items():
         texts.add_itxt(name, text)
@@ -183,27 +201,32 @@ def write_image(file: Path, image: np.ndarray, description: dict[str, str]) -> N
         with part.open("wb") as stream:
             stream.write(buffer.getbuffer())
             stream.flush()
-            os.fsync(stream.fileno())  # or a power cut could leave the new name with no contents
+            # Otherwise a power cut could leave a file with the new name and no contents.
+            os.fsync(stream.fileno())
         part.replace(file)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise RuntimeError(
-            f"{file} cannot be written ({error.strerror}): put that right, and start the same again; the images that "
-            "are there will not be drawn a second time."
+            f"{file} cannot be written ({error.strerror}): put that right, and start the same "
+            "again; the images that are there will not be drawn a second time."
         ) from None
 
 
 def compile_draw(pipeline: Any, checkpoint: Checkpoint, mesh: Mesh) -> Draw:
-    """The program of one round: ``_generate``, by ``jax.shard_map``, on one image for each device of the mesh.
+    """The program of one round: each device of the mesh draws one image.
+
+    It is ``pipeline._generate``, mapped over the mesh by ``jax.shard_map``.
 
     Returns
     -------
     callable
-        From token ids, int32 of shape (devices, 77), parameters, and key numbers, uint32 of shape (devices, 2), to
-        images, uint8 of shape (devices, height, width, 3), and whether each image's numbers were finite.
+        From token ids, int32 of shape (devices, 77), parameters, and key numbers, uint32 of shape
+        (devices, 2), to images, uint8 of shape (devices, height, width, 3), and whether each
+        image's numbers were finite.
     """
 
-    def draw(prompt_ids: jax.Array, params: Any, keys: jax.Array) -> tuple[jax.Array, jax.Array]:  # on one device
+    # On one device: its share is one image.
+    def draw(prompt_ids: jax.Array, params: Any, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         numbers = pipeline._generate(
             prompt_ids,
             params,
@@ -217,15 +240,24 @@ def compile_draw(pipeline: Any, checkpoint: Checkpoint, mesh: Mesh) -> Draw:
         images = jnp.rint(numbers.astype(jnp.float32) * 255).astype(jnp.uint8)
         return images, jnp.isfinite(numbers).all(axis=(1, 2, 3))
 
-    in_specs, out_specs = (P("data"), P(), P("data")), (P("data"), P("data"))
-    # The loops inside _generate start from constants, which the check for varying values would refuse.
-    return jax.jit(jax.shard_map(draw, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    mapped = jax.shard_map(
+        draw,
+        mesh=mesh,
+        in_specs=(P("data"), P(), P("data")),
+        out_specs=(P("data"), P("data")),
+        # The loops inside _generate start from constants, which this check would refuse.
+        check_vma=False,
+    )
+    return jax.jit(mapped)
 
 
-def make_plan(prompts_file: Path, folder: Path, seed: int, checkpoint: Checkpoint) -> tuple[list[str], list[int]]:
+def make_plan(
+    prompts_file: Path, folder: Path, seed: int, checkpoint: Checkpoint
+) -> tuple[list[str], list[int]]:
     """The prompts and the indices of the missing images, as process 0 sees them.
 
-    Were each process to look at its own files, they could disagree, and then wait for each other forever.
+    Were each process to look at its own files, they could disagree, and then wait for each other
+    forever.
     """
     plan = None
     if jax.process_index() == 0:
@@ -233,7 +265,8 @@ def make_plan(prompts_file: Path, folder: Path, seed: int, checkpoint: Checkpoin
             prompts = read_prompts(prompts_file)
             missing = find_missing(folder, describe(prompts, seed, checkpoint))
             plan = {"checkpoint": checkpoint.name, "prompts": prompts, "missing": missing}
-        except RuntimeError as error:  # the others should end, too, and know why
+        except RuntimeError as error:
+            # The others have to end, too, and to know why.
             plan = {"problem": str(error)}
     plan = from_process_0("plan", plan)
     if "problem" in plan:
@@ -256,7 +289,10 @@ def draw_rounds(
     mesh: Mesh,
     write: Callable[[list[int], np.ndarray, np.ndarray], None],
 ) -> None:
-    """Draw the missing images, one on each device in each round. Every process calls this, and process 0 writes."""
+    """Draw the missing images, one on each device in each round.
+
+    Every process calls this, and process 0 writes.
+    """
     split = NamedSharding(mesh, P("data"))
     for start in range(0, len(missing), mesh.size):
         indices = missing[start : start + mesh.size]
@@ -281,14 +317,16 @@ def run(prompts_file: Path, folder: Path, seed: int) -> None:
     if first:
         rounds = -(-len(missing) // jax.device_count())
         print(
-            f"{len(prompts)} prompt(s), {len(prompts) - len(missing)} drawn already; {rounds} round(s) to go, on "
-            f"{jax.device_count()} device(s) of {jax.process_count()} process(es)",
+            f"{len(prompts)} prompt(s), {len(prompts) - len(missing)} drawn already; "
+            f"{rounds} round(s) to go, on {jax.device_count()} device(s) of "
+            f"{jax.process_count()} process(es)",
             flush=True,
         )
     if not missing:
         return
 
-    from diffusers import FlaxStableDiffusionPipeline  # only now: main has made sure that it is there
+    # Only now, because main has to make sure first that diffusers still has it.
+    from diffusers import FlaxStableDiffusionPipeline
 
     pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(
         checkpoint.source,
@@ -307,32 +345,55 @@ def run(prompts_file: Path, folder: Path, seed: int) -> None:
     descriptions = describe(prompts, seed, checkpoint)
 
     def write(indices: list[int], images: np.ndarray, finite: np.ndarray) -> None:
-        for index, image, ok, device in zip(indices, images, finite, mesh.devices.flat, strict=False):
+        for index, image, ok, device in zip(
+            indices, images, finite, mesh.devices.flat, strict=False
+        ):
             if not ok:
-                raise RuntimeError(f"Image {index} has values that are not finite: the numbers went wrong.")
+                raise RuntimeError(
+                    f"Image {index} has values that are not finite: the numbers went wrong."
+                )
             by = {"device": f"{device.device_kind} {device.id} of process {device.process_index}"}
             write_image(folder / image_name(index), image, descriptions[index] | by)
         done = missing.index(indices[-1]) + 1
-        print(f"{done} of {len(missing)} image(s) written after {time.monotonic() - start:.1f} s", flush=True)
+        print(
+            f"{done} of {len(missing)} image(s) written after {time.monotonic() - start:.1f} s",
+            flush=True,
+        )
 
     start = time.monotonic()
     draw_rounds(draw, params, pipeline.prepare_inputs, prompts, missing, seed, mesh, write)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="a text file, one prompt on a line")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the images go")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="a text file, one prompt on a line",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="where the images go"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     parser.add_argument("--processes", type=int, metavar="N", help="how many processes there are")
     parser.add_argument("--process-id", type=int, metavar="K", help="which of them this is, from 0")
-    parser.add_argument("--start-timeout", type=int, default=300, metavar="SECONDS", help="how long to wait for them")
+    parser.add_argument(
+        "--start-timeout",
+        type=int,
+        default=300,
+        metavar="SECONDS",
+        help="how long to wait for them",
+    )
     arguments = parser.parse_args()
     address = (arguments.coordinator, arguments.processes, arguments.process_id)
     if None in address and any(part is not None for part in address):
         parser.error("give --coordinator, --processes and --process-id together, or none of them")
-    quiet_deprecations()
+    quiet_warnings()
     try:
         require_flax()
     except ImportError as error:
@@ -342,8 +403,9 @@ def main() -> None:
         run(arguments.prompts, arguments.out, arguments.seed)
         jax.distributed.shutdown()
     except BaseException as error:
-        # The errors of this course are one sentence; of others, show where they came from.
-        print(f"Error: {error}" if type(error) is RuntimeError else traceback.format_exc(), file=sys.stderr, flush=True)
+        # The errors of this course say all in a sentence; for others, show where they came from.
+        message = f"Error: {error}" if type(error) is RuntimeError else traceback.format_exc()
+        print(message, file=sys.stderr, flush=True)
         # An orderly exit would wait for the other processes, and these wait for this one.
         os._exit(1)
 

@@ -1,18 +1,23 @@
-"""What a program needs on a TPU, asked of the TPU's own compiler, without a TPU: ``python -m course.tpu --help``.
+"""What a program needs on a TPU, asked of the TPU's own compiler, without a TPU.
 
-The compiler, libtpu, runs on any Linux machine with an x86-64 processor. Programs are lowered from shapes alone.
-`ask_compiler` takes any function. Stable Diffusion's programs, whose shapes follow from a pipeline's configuration
-files, are in `course.tpu.pipelines`, and reports on them in `course.tpu.reports`.
+The compiler, libtpu, runs on any Linux machine with an x86-64 processor. Programs are lowered from
+shapes alone. `ask_compiler` takes any function and gives a `Report`. For Stable Diffusion there is
+one more step: a `Program` says what is drawn and how; `course.tpu.pipelines` and `course.tpu.model`
+take it apart into pieces, each a function and its shapes; the `Answer` has a report on each. What
+was asked before is in `course.tpu.records`. From a shell: ``python -m course.tpu --help``.
 """
 
 from course.tpu.chips import CHIPS, Chip, find_chip, tpu_devices
-from course.tpu.compiler import Memory, Part, Report, Times, Work, ask_compiler, find_times
+from course.tpu.compiler import Memory, Report, Times, Work, ask_compiler, find_times, versions
+from course.tpu.programs import Answer, Piece, Program
 
 __all__ = [
     "CHIPS",
+    "Answer",
     "Chip",
     "Memory",
-    "Part",
+    "Piece",
+    "Program",
     "Report",
     "Times",
     "Work",
@@ -20,4 +25,5 @@ __all__ = [
     "find_chip",
     "find_times",
     "tpu_devices",
+    "versions",
 ]

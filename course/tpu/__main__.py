@@ -10,45 +10,72 @@ import sys
 
 import jax
 
-from course import tpu
-from helpers import quiet_deprecations, require_flax
+from course.tpu.chips import tpu_devices
+from course.tpu.compiler import Report, ask_compiler
+from course.tpu.programs import Answer, Program
+from course.tpu.records import recorded_answers, table_of
+from helpers import quiet_warnings, require_flax
 
 EXAMPLES = """\
 examples:
-  python -m course.tpu                                     the bundled checkpoint, in a minute
-  python -m course.tpu sdxl --chip v6e --steps 20          Stable Diffusion XL, in half an hour
+  python -m course.tpu                         the bundled checkpoint's pipeline, in a minute
+  python -m course.tpu sdxl --chip v6e --steps 20
+                                               Stable Diffusion XL's, in half an hour
+  python -m course.tpu shapes-sd --attention auto
+                                               the model of stable_diffusion in its place
   python -m course.tpu jax.numpy:matmul --shapes "bf16[4096,4096]" "bf16[4096,4096]"
-  python -m course.tpu --recorded                          what was said about the real models, at once
+  python -m course.tpu --recorded              what was said about the real models, at once
 
-module:function can be any function of arrays, in this folder or installed. Each of --shapes is an argument, as JAX
-prints its type. From Python, course.tpu.ask_compiler takes trees, shardings and several chips as well.
+module:function can be any function of arrays, in this folder or installed. Each of --shapes is an
+argument, as JAX prints its type. From Python, course.tpu.ask_compiler takes trees, shardings and
+several chips as well.
 """
 
 
 def parse_shape(text: str) -> jax.ShapeDtypeStruct:
     """A shape out of what JAX prints, such as ``bf16[8,128]``, or ``int32[]`` for a number."""
-    long = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
+    long_names = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
+    match = re.fullmatch(r"([a-z]+)(\d*)\[([\d,]*)\]", text)
     try:
-        name, bits, sides = re.fullmatch(r"([a-z]+)(\d*)\[([\d,]*)\]", text).groups()
-        return jax.ShapeDtypeStruct([int(side) for side in sides.split(",") if side], long.get(name, name) + bits)
+        name, bits, sides = match.groups()
+        sides = [int(side) for side in sides.split(",") if side]
+        return jax.ShapeDtypeStruct(sides, long_names.get(name, name) + bits)
     except (AttributeError, TypeError):
-        raise ValueError(f"{text!r} is no shape: write it as bf16[8,128], or as int32[] for a number.") from None
+        raise ValueError(
+            f"{text!r} is no shape: write it as bf16[8,128], or as int32[] for a number."
+        ) from None
 
 
-def ask_about_function(name: str, shapes: list[str], chip: str) -> tpu.Report:
+def ask_about_function(name: str, shapes: list[str], chip: str, timeout: float | None) -> Report:
     """Import ``module:function``, and ask the compiler about it."""
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{name!r} cannot be imported ({error}): give module:function.") from None
+    arguments = [parse_shape(shape) for shape in shapes]
     try:
-        return tpu.ask_compiler(function, *map(parse_shape, shapes), chip=chip)
+        return ask_compiler(function, *arguments, chip=chip, timeout=timeout)
     except TypeError as error:  # JAX's, where it traces the function
         raise ValueError(f"{name} does not take {' '.join(shapes)}: {error}") from None
 
 
-def main(arguments: list[str] | None = None) -> int:
+def ask_about_program(
+    model: str, chip: str, settings: dict[str, object], timeout: float | None
+) -> Answer:
+    """Ask about a pipeline, or about the model of ``stable_diffusion`` if the settings name one."""
+    tpu_devices(chip, settings.get("chips", 1))  # before anything that takes long
+    program = Program(model, chip, **settings)
+    if program.attention:
+        from course.tpu.model import ask_about
+    else:
+        require_flax()
+        quiet_warnings()
+        from course.tpu.pipelines import ask_about
+    return ask_about(program, timeout)
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m course.tpu",
         description=__doc__,
@@ -59,49 +86,79 @@ def main(arguments: list[str] | None = None) -> int:
         "program",
         nargs="?",
         default="shapes-sd",
-        help="sd, sdxl, a bundled checkpoint, a pipeline's folder, or module:function (by default %(default)s)",
+        help="sd, sdxl, a bundled checkpoint, a model's folder, or module:function (%(default)s)",
     )
-    parser.add_argument("--chip", default="v5e", help="v4, v5e, v5p, v6e or tpu7x (by default %(default)s)")
+    parser.add_argument(
+        "--chip", default="v5e", help="v4, v5e, v5p, v6e or tpu7x (by default %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in the place of text")
-    parser.add_argument("--recorded", action="store_true", help="print the recorded reports, and compile nothing")
-    own = parser.add_argument_group("a function")
-    own.add_argument("--shapes", nargs="+", metavar="SHAPE", help="its arguments, for example bf16[4096,4096]")
-    sizes = parser.add_argument_group("a pipeline")
-    sizes.add_argument("--chips", type=int, help="1 (the default), 4 or 8, each with images of its own")
-    sizes.add_argument("--batch", type=int, help="images that each device draws in a call (1)")
-    sizes.add_argument("--height", type=int, help="in pixels; by default what the model was trained for")
-    sizes.add_argument("--width", type=int, help="in pixels; by default what the model was trained for")
-    sizes.add_argument("--steps", type=int, help="of denoising (50)")
-    sizes.add_argument("--dtype", help="bfloat16 (the default) or float32")
-    sizes.add_argument("--split-head-dim", action=argparse.BooleanOptionalAction, help="how attention is laid out")
-    options = vars(parser.parse_args(arguments))
-    name, chip, shapes, as_json, recorded = map(options.pop, ("program", "chip", "shapes", "json", "recorded"))
-    settings = {key: value for key, value in options.items() if value is not None}
-    if (":" in name) != bool(shapes) or (shapes and settings):
-        parser.error("a function needs --shapes, and a pipeline the other sizes")
+    parser.add_argument(
+        "--recorded", action="store_true", help="print the recorded answers, and compile nothing"
+    )
+    parser.add_argument(
+        "--timeout", type=float, help="stop the compiler after so many seconds (never)"
+    )
+    function = parser.add_argument_group("a function")
+    function.add_argument(
+        "--shapes", nargs="+", metavar="SHAPE", help="its arguments, for example bf16[4096,4096]"
+    )
+    program = parser.add_argument_group("a program of Stable Diffusion")
+    numbers = {
+        "chips": "1 (the default), 4 or 8, each with images of its own",
+        "batch": "images that each device draws in a call (1)",
+        "height": "in pixels; by default what the model was trained for",
+        "width": "likewise",
+        "steps": "of denoising (50)",
+    }
+    for name, text in numbers.items():
+        program.add_argument(f"--{name}", type=int, help=text)
+    program.add_argument("--dtype", help="bfloat16 (the default) or float32")
+    program.add_argument(
+        "--split-head-dim",
+        action=argparse.BooleanOptionalAction,
+        help="how a pipeline's attention is laid out",
+    )
+    program.add_argument(
+        "--attention",
+        help="of stable_diffusion: auto, plain, dot_product or flash; without it, a pipeline",
+    )
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    settings = {}
+    for field in dataclasses.fields(Program):
+        value = getattr(options, field.name, None)
+        if value is not None and field.name != "chip":
+            settings[field.name] = value
+    is_function = ":" in options.program
+    if is_function != bool(options.shapes) or (is_function and settings):
+        parser.error("a function needs --shapes, and a program of Stable Diffusion the other sizes")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("course").setLevel(logging.INFO)
     jax.config.update("jax_platforms", "cpu")  # chips that are there are left alone
     try:
-        if shapes:
-            report = ask_about_function(name, shapes, chip)
+        if options.recorded:
+            answers = recorded_answers(attention=None)
+            text = table_of(answers)
+            content = [dataclasses.asdict(answer) for answer in answers]
         else:
-            require_flax()
-            quiet_deprecations()
-            from course.tpu import reports
-
-            if recorded:
-                found = reports.recorded_reports()
-                print(json.dumps([*map(dataclasses.asdict, found)], indent=1) if as_json else reports.table_of(found))
-                return 0
-            tpu.tpu_devices(chip, settings.get("chips", 1))  # before anything that takes long
-            report = reports.ask_about_pipeline(reports.Program(name, chip, **settings))
+            if is_function:
+                answer = ask_about_function(
+                    options.program, options.shapes, options.chip, options.timeout
+                )
+            else:
+                answer = ask_about_program(options.program, options.chip, settings, options.timeout)
+            text = str(answer)
+            content = dataclasses.asdict(answer)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
             raise  # nothing that a sentence could explain
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(dataclasses.asdict(report), indent=1) if as_json else report)
+    print(json.dumps(content, indent=1) if options.json else text)
     return 0
 
 

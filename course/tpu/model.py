@@ -1,12 +1,6 @@
-"""The model of ``stable_diffusion``, asked of the TPU compiler piece by piece, from its configuration alone."""
+"""The model of ``stable_diffusion`` as programs to ask about, from its configuration alone."""
 
-import dataclasses
-import json
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,176 +9,198 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course.tpu.chips import tpu_devices
-from course.tpu.compiler import Part, Report, Times, ask_compiler, find_times, from_json
-from helpers.places import find_data
+from course.tpu.programs import (
+    DECODER,
+    ENCODERS,
+    STEP,
+    WHOLE,
+    Answer,
+    Piece,
+    Program,
+    ask_pieces,
+    find_folder,
+)
 from stable_diffusion import Config, encode_prompts, generate, parameter_shapes, read_config
-from stable_diffusion.layers import Shapes
+from stable_diffusion.layers import ShapeRecorder
 from stable_diffusion.pipeline import pair, unpair
 from stable_diffusion.samplers import SAMPLERS
-from stable_diffusion.unet import Block, Condition, blocks, read_text, transformer, unet
+from stable_diffusion.unet import Block, Condition, project_text, transformer, unet
 from stable_diffusion.vae import decode
-
-CONFIGURATIONS = Path(__file__).with_name("configurations")
-PIECES = ("text encoders", "denoising step", "decoder")
-SHARED, WHOLE = "denoising step shared by two chips", "whole program"
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """What is drawn, and how: all that the shapes of the model's programs depend on. They compute in bfloat16."""
-
-    model: str = "sdxl"  #: ``sd``, ``sdxl``, or a bundled checkpoint
-    attention: str = "auto"  #: a name from ``stable_diffusion.ATTENTION``
-    chip: str = "v5e"  #: a key of ``course.tpu.CHIPS``
-    batch: int = 1  #: images at a time; guidance doubles it
-    height: int | None = None  #: of an image, in pixels; None for what the model was trained for
-    width: int | None = None  #: likewise
-    steps: int = 20  #: of denoising
-
-
-class Piece(NamedTuple):
-    """A part of ``generate`` as a function of its own, with shapes of its arguments."""
-
-    name: str
-    runs: int
-    function: Callable
-    arguments: tuple
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the compiler says about a piece."""
-
-    drawing: Drawing
-    piece: str
-    runs: int
-    report: Report
-
-    @property
-    def part(self) -> Part:
-        """For ``course.tpu.find_times``."""
-        return Part(self.piece, self.runs, self.report.work, self.report.compile_seconds)
 
 
 def load_config(model: str) -> Config:
-    """The configuration of ``sd``, ``sdxl`` or a bundled checkpoint; a ``ValueError`` lists those that there are."""
-    folders = [
-        *CONFIGURATIONS.iterdir(),
-        *(file.parent for file in find_data("checkpoints").glob("*/model_index.json")),
-    ]
-    named = {folder.name: folder for folder in folders}
-    if model not in named:
-        raise ValueError(f"There is no model {model!r} in this course: choose one of {', '.join(sorted(named))}.")
-    return read_config(named[model])
+    """The configuration of a model, see ``Program.model``."""
+    return read_config(find_folder(model))
 
 
-def array(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def ask_about(program: Program, timeout: float | None = None) -> Answer:
+    """Ask the compiler about a program and its parts. A step of a real model takes ten minutes."""
+    params = parameter_shapes(load_config(program.model), program.dtype)
+    return ask_pieces(program, take_apart(program), params, timeout)
+
+
+def take_apart(program: Program) -> dict[str, Piece]:
+    """The pieces of a program: all of it, and its parts as ``generate`` runs them."""
+    return {
+        WHOLE: take_whole(program),
+        ENCODERS: take_encoders(program),
+        STEP: take_step(program),
+        DECODER: take_decoder(program),
+    }
+
+
+def take_whole(program: Program) -> Piece:
+    """``stable_diffusion.generate``, from token ids to images."""
+    config = load_config(program.model)
+
+    def draw(params, ids, negative_ids, latents, steps, guidance):
+        return generate(
+            params,
+            config,
+            ids,
+            key=None,
+            negative_ids=negative_ids,
+            steps=steps,
+            guidance=guidance,
+            latents=latents,
+            attention=program.attention,
+            height=program.height,
+            width=program.width,
+        )
+
+    params = parameter_shapes(config, program.dtype)
+    ids = token_ids(program, config)
+    negative_ids = None if config.is_xl else ids
+    steps = array(dtype=jnp.int32)
+    guidance = array(dtype=jnp.float32)
+    arguments = (params, ids, negative_ids, latents_of(program, config), steps, guidance)
+    return Piece(draw, arguments)
+
+
+def take_encoders(program: Program) -> Piece:
+    """The text encoders, and what the UNet makes of their results once for all steps."""
+    config = load_config(program.model)
+    params = parameter_shapes(config, program.dtype)
+    ids = token_ids(program, config)
+    return Piece(functools.partial(encode, config), (params, ids, ids))
+
+
+def encode(config: Config, params: dict, ids, negative_ids):
+    """What the UNet reads of prompts and negative prompts, as ``generate`` computes it."""
+    context, pooled = encode_prompts(params, config, ids)
+    negative_context, negative_pooled = encode_prompts(params, config, negative_ids)
+    sizes = jnp.zeros(6)
+    return project_text(
+        params["unet"],
+        config.unet,
+        pair(negative_context, context),
+        pair(negative_pooled, pooled),
+        sizes,
+    )
+
+
+def take_step(program: Program, axis: str | None = None) -> Piece:
+    """A step of denoising: the UNet, guidance, and the sampler.
+
+    With an axis of two devices, for ``jax.shard_map``, it is the step of a device that does one
+    half of guidance.
+    """
+    config = load_config(program.model)
+    sampler = SAMPLERS[config.schedule.sampler]
+
+    def denoise(p, condition, guidance, i, latents, memory):
+        point = sampler.point(config.schedule, program.steps, i)
+        if axis:  # this device's half, and then both devices' answers
+            half = jax.lax.axis_index(axis)
+            mine = jax.tree.map(lambda part: unpair(part)[half], condition)
+            noise = unet(p, config.unet, latents, point.timestep, mine, program.attention)
+            without, with_prompt = jax.lax.all_gather(noise.astype(jnp.float32), axis)
+        else:
+            twice = pair(latents, latents)
+            noise = unet(p, config.unet, twice, point.timestep, condition, program.attention)
+            without, with_prompt = unpair(noise.astype(jnp.float32))
+        noise = without + guidance * (with_prompt - without)
+        last = program.steps - 1
+        return sampler.step(config.schedule, latents, noise, point, i, last, memory)
+
+    params = parameter_shapes(config, program.dtype)
+    ids = token_ids(program, config)
+    condition = jax.eval_shape(functools.partial(encode, config), params, ids, ids)
+    latents = latents_of(program, config)
+    memory = jax.eval_shape(sampler.memory, latents)
+    guidance = array(dtype=jnp.float32)
+    i = array(dtype=jnp.int32)
+    return Piece(denoise, (params["unet"], condition, guidance, i, latents, memory))
+
+
+def take_decoder(program: Program) -> Piece:
+    """The half of the VAE that makes images from latents."""
+    config = load_config(program.model)
+
+    def draw(p, latents):
+        return decode(p, config.vae, latents, program.attention)
+
+    params = parameter_shapes(config, program.dtype)
+    return Piece(draw, (params["vae"], latents_of(program, config)))
+
+
+def take_shared_step(program: Program) -> Piece:
+    """A step on two chips, each of which has all of the arguments, and does half of guidance."""
+    step = take_step(program, axis="half")
+    mesh = Mesh(np.array(tpu_devices(program.chip, 4)[:2]), ("half",))
+    function = jax.shard_map(step.function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    whole = NamedSharding(mesh, P())
+    arguments = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), step.arguments
+    )
+    return Piece(function, arguments)
+
+
+def take_transformer(program: Program, channels: int) -> Piece:
+    """A transformer of the UNet, with one layer: pixels look at pixels, then at the text."""
+    config = load_config(program.model)
+    level = config.unet.block_out_channels.index(channels)
+    heads = config.unet.heads(level)
+    block = Block("transformer", "it", channels, heads, depth=1)
+    texts = 2 * program.batch  # without the prompts, and with them
+    scale = config.pixels_per_latent * 2**level
+    x = array(texts, program.height // scale, program.width // scale, channels, dtype=program.dtype)
+    # Keys and values of the text, (texts, tokens, heads, channels of a head).
+    tokens = config.text[0].max_position_embeddings
+    word = array(texts, tokens, heads, channels // heads, dtype=program.dtype)
+    words = {"it.transformer_blocks.0.attn2": (word, word)}
+
+    def run(p, x, words):
+        return transformer(p, config.unet, block, x, Condition(words), program.attention)
+
+    noted = ShapeRecorder()
+    jax.eval_shape(lambda x, words: run(noted, x, words), x, words)
+    params = {name: array(*shape, dtype=program.dtype) for name, shape in noted.items()}
+    return Piece(run, (params, x, words))
+
+
+def transformer_name(channels: int) -> str:
+    """What the piece is called that `take_transformer` gives."""
+    return f"transformer of {channels} channels"
+
+
+def array(*shape: int, dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def take_apart(drawing: Drawing, axis: str | None = None) -> dict[str, Piece]:
-    """The text encoders, a denoising step and the decoder, as ``stable_diffusion.generate`` runs them.
-
-    And `WHOLE`, all of it as one program. With an axis of two devices, for ``jax.shard_map``, the step is that of a
-    device which does one half of guidance.
-    """
-    config, batch, attention = load_config(drawing.model), drawing.batch, drawing.attention
-    params, number, integer = parameter_shapes(config, jnp.bfloat16), array(dtype=jnp.float32), array(dtype=jnp.int32)
-    usual, scale = config.unet.sample_size * config.pixels_per_latent, config.pixels_per_latent
-    height, width = (side or usual for side in (drawing.height, drawing.width))
-    latents = array(batch, height // scale, width // scale, config.unet.in_channels, dtype=jnp.float32)
-    sampler = SAMPLERS[config.schedule.sampler]
-
-    def encode(params, ids, negative_ids):
-        negative, positive = (encode_prompts(params, config, i) for i in (negative_ids, ids))
-        return read_text(params["unet"], config.unet, *map(pair, negative, positive), jnp.zeros(6))
-
-    def denoise(p, condition, guidance, i, latents, memory):
-        point = sampler.point(config.schedule, drawing.steps, i)
-        if axis:  # this device's half, and then both devices' answers
-            mine = jax.tree.map(lambda part: unpair(part)[jax.lax.axis_index(axis)], condition)
-            output = unet(p, config.unet, latents, point.timestep, mine, attention)
-            without, with_prompt = jax.lax.all_gather(output.astype(jnp.float32), axis)
-        else:
-            output = unet(p, config.unet, pair(latents, latents), point.timestep, condition, attention)
-            without, with_prompt = unpair(output.astype(jnp.float32))
-        output = without + guidance * (with_prompt - without)
-        return sampler.step(config.schedule, latents, output, point, i, drawing.steps - 1, memory)
-
-    def draw(p, latents):
-        return decode(p, config.vae, latents, attention)
-
-    def draw_all(params, ids, negative_ids, latents, steps, guidance):
-        size = {"height": height, "width": width}
-        return generate(params, config, ids, None, negative_ids, steps, guidance, latents, attention=attention, **size)
-
-    ids = array(batch, len(config.text), config.text[0].max_position_embeddings, dtype=jnp.int32)
-    condition, memory = jax.eval_shape(encode, params, ids, ids), jax.eval_shape(sampler.memory, latents)
-    step = params["unet"], condition, number, integer, latents, memory
-    pieces = [
-        Piece(PIECES[0], 1, encode, (params, ids, ids)),
-        Piece(PIECES[1], drawing.steps, denoise, step),
-        Piece(PIECES[2], 1, draw, (params["vae"], latents)),
-        Piece(WHOLE, 1, draw_all, (params, ids, None if config.is_xl else ids, latents, integer, number)),
-    ]
-    return {piece.name: piece for piece in pieces}
+def token_ids(program: Program, config: Config) -> jax.ShapeDtypeStruct:
+    """(batch, text encoders, tokens)."""
+    tokens = config.text[0].max_position_embeddings
+    return array(program.batch, len(config.text), tokens, dtype=jnp.int32)
 
 
-def take_shared(drawing: Drawing) -> Piece:
-    """A denoising step on two chips, each of which has all of its arguments, and does one half of guidance."""
-    piece = take_apart(drawing, axis="half")[PIECES[1]]
-    mesh = Mesh(np.array(tpu_devices(drawing.chip, 4)[:2]), ("half",))
-    function = jax.shard_map(piece.function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    placed = NamedSharding(mesh, P())
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), piece.arguments)
-    return Piece(SHARED, piece.runs, function, arguments)
-
-
-def take_transformer(drawing: Drawing, channels: int) -> Piece:
-    """One transformer of the UNet, with a single layer: pixels look at pixels, then at the text."""
-    config = load_config(drawing.model).unet
-    heads = next(block.heads for block in blocks(config) if block.kind == "transformer" and block.channels == channels)
-    block, halvings = Block("transformer", "it", channels, heads, depth=1), config.block_out_channels.index(channels)
-    sides = (side // 8 if side else config.sample_size for side in (drawing.height, drawing.width))
-    x = array(2 * drawing.batch, *(side // 2**halvings for side in sides), channels)
-    words = {"it.transformer_blocks.0.attn2": (array(2 * drawing.batch, 77, heads, channels // heads),) * 2}
-
-    def run(p, x, words):
-        return transformer(p, config, block, x, Condition(words), drawing.attention)
-
-    noted = Shapes()
-    jax.eval_shape(lambda x, words: run(noted, x, words), x, words)
-    params = {name: array(*shape) for name, shape in noted.items()}
-    return Piece(f"transformer of {channels} channels", 1, run, (params, x, words))
-
-
-def recorded_answers() -> tuple[Answer, ...]:
-    """The answers in ``benchmarks/faster.json``."""
-    return from_json(Answer, json.loads(find_data("benchmarks/faster.json").read_text()))
-
-
-def find_recorded(drawing: Drawing) -> Times | None:
-    """The bound and the estimate for a drawing, if all of its pieces are among the recorded answers.
-
-    A step's size does not depend on the number of steps, so answers for a different number serve as well.
-    """
-    config = load_config(drawing.model)
-    usual = config.unet.sample_size * config.pixels_per_latent
-
-    def key(of: Drawing) -> Drawing:
-        return dataclasses.replace(of, height=of.height or usual, width=of.width or usual, steps=0)
-
-    answers = [answer for answer in recorded_answers() if key(answer.drawing) == key(drawing)]
-    parts = {answer.piece: answer.part for answer in answers if answer.piece in PIECES}
-    if set(parts) != set(PIECES):
-        return None
-    parts["denoising step"] = dataclasses.replace(parts["denoising step"], runs=drawing.steps)
-    return find_times(parts.values(), answers[0].report.chip)
-
-
-def ask(drawing: Drawing, piece: Piece) -> Answer:
-    """Ask the compiler about a piece. A real model's denoising step takes it about ten minutes."""
-    log.info("%s of %s", piece.name, dataclasses.asdict(drawing))
-    report = ask_compiler(piece.function, *piece.arguments, chip=drawing.chip)
-    return Answer(drawing, piece.name, piece.runs, report)
+def latents_of(program: Program, config: Config) -> jax.ShapeDtypeStruct:
+    """(batch, height, width, channels)."""
+    scale = config.pixels_per_latent
+    return array(
+        program.batch,
+        program.height // scale,
+        program.width // scale,
+        config.unet.in_channels,
+        dtype=jnp.float32,
+    )

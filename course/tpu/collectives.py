@@ -1,0 +1,53 @@
+"""What devices exchange in a compiled program, read from its text."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import jax
+
+KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An instruction by which devices exchange data."""
+
+    kind: str  #: such as ``all-reduce``
+    bytes: int  #: of its result on one device
+    #: where in the Python program it comes from, by the compiler; empty if it does not say
+    origin: str
+
+
+def find_collectives(compiled: jax.stages.Compiled) -> list[Collective]:
+    """List a program's collectives in the order of its text; one in a loop stands there once.
+
+    Builds on ``Compiled.as_text``.
+    """
+    return read_collectives(compiled.as_text())
+
+
+def read_collectives(text: str) -> list[Collective]:
+    """List the collectives in the text of a compiled program, see `find_collectives`."""
+    found = []
+    for line in text.splitlines():
+        # An accelerator may start an instruction and go on: then the "done" has the result.
+        instruction = re.search(rf" = (.*?) ({KINDS})(?:-done)?\(", line)
+        if not instruction:
+            continue
+        result, kind = instruction.groups()
+        bits = 0
+        # Arrays are written as bf16[2,1024,1280]: the bits of a number, and the sizes.
+        for width, sizes in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", result):
+            numbers = math.prod(int(size) for size in sizes.split(",") if size)
+            bits += int(width or 8) * numbers  # a pred is a byte
+        origin = re.search(r'op_name="([^"]*)"', line)
+        found.append(Collective(kind, bits // 8, origin[1] if origin else ""))
+    return found
+
+
+def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """How many collectives of each kind a program has, see `find_collectives`."""
+    counts = Counter(collective.kind for collective in find_collectives(compiled))
+    return dict(sorted(counts.items()))

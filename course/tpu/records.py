@@ -1,0 +1,198 @@
+"""What the TPU compiler said before, and what others measured; tables of both."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tabulate import tabulate
+
+from course.tpu.chips import Chip
+from course.tpu.collectives import Collective
+from course.tpu.compiler import Memory, Report, Times, Work
+from course.tpu.programs import PARTS, WHOLE, Answer, Program
+from helpers.places import find_data
+
+
+def read_answers(file: Path) -> list[Answer]:
+    """The answers in a file: a list of what ``dataclasses.asdict`` makes of them.
+
+    Unknown and missing fields raise a TypeError or a KeyError, impossible programs a ValueError.
+    """
+    answers = []
+    for content in json.loads(file.read_text()):
+        program = Program(**content.pop("program"))
+        pieces = {name: read_report(report) for name, report in content.pop("pieces").items()}
+        answers.append(Answer(program, pieces, **content))
+    return answers
+
+
+def read_report(content: dict) -> Report:
+    """A report out of what ``dataclasses.asdict`` and JSON made of it."""
+    fields = content | {
+        "chip": Chip(**content["chip"]),
+        "memory": Memory(**content["memory"]) if content["memory"] else None,
+        "work": Work(**content["work"]) if content["work"] else None,
+        "collectives": tuple(Collective(**each) for each in content["collectives"]),
+    }
+    return Report(**fields)
+
+
+def recorded_answers(**settings) -> list[Answer]:
+    """The recorded answers, but only those on programs with these settings.
+
+    They are in ``benchmarks/tpu``, on the pipelines (``attention`` is None), and in
+    ``benchmarks/tpu_pieces.json``, on the model of ``stable_diffusion``.
+    """
+    return [answer for answer in _read_all() if settings.items() <= vars(answer.program).items()]
+
+
+@functools.cache
+def _read_all() -> tuple[Answer, ...]:
+    answers = []
+    for file in sorted(find_data("benchmarks/tpu").glob("*.json")):
+        answers += read_answers(file)
+    answers += read_answers(find_data("benchmarks/tpu_pieces.json"))
+    return tuple(answers)
+
+
+def recorded_report(program: Program, piece: str) -> Report | None:
+    """What was recorded about a piece of a program; None if nobody asked.
+
+    The number of steps changes no piece by more than a thousandth, so any will do.
+    """
+    found = None
+    for answer in _read_all():
+        is_same = dataclasses.replace(answer.program, steps=program.steps) == program
+        if is_same and piece in answer.pieces:
+            if answer.program == program:
+                return answer.pieces[piece]
+            found = found or answer.pieces[piece]
+    return found
+
+
+def recorded_times(program: Program) -> Times | None:
+    """The bound and the estimate for a program; None unless all of its parts are recorded."""
+    parts = {name: recorded_report(program, name) for name in PARTS}
+    if None in parts.values():
+        return None
+    return Answer(program, parts).times
+
+
+def largest_batch(program: Program, answers: Iterable[Answer]) -> int | None:
+    """The largest batch with which a program fits, by the answers for other batches.
+
+    It fits, and with one image more it does not; 0 if one image is too much. None if nobody found
+    it yet.
+    """
+    fits = {0: True}
+    for answer in answers:
+        is_same = dataclasses.replace(answer.program, batch=program.batch) == program
+        if is_same and WHOLE in answer.pieces:
+            fits[answer.program.batch] = answer.whole.fits
+    for batch, does_fit in fits.items():
+        if does_fit and fits.get(batch + 1) is False:
+            return batch
+    return None
+
+
+TEXTS = ["pipeline", "chips", "batch", "fits"]
+FIGURES = [
+    "arguments",
+    "temporaries",
+    "program",
+    "output",
+    "GFLOP",
+    "bound",
+    "estimate",
+    "compiled",
+]
+
+
+def table_of(answers: Sequence[Answer]) -> str:
+    """Answers as a table in Markdown, and a sentence on who gave them, and when.
+
+    It has a row for each program with a batch of one, and one for the largest batch that fits.
+    """
+    rows = []
+    for answer in answers:
+        largest = largest_batch(answer.program, answers)
+        if WHOLE in answer.pieces and answer.program.batch in (1, largest):
+            rows.append(row_of(answer, is_largest=answer.program.batch == largest))
+    alignment = ["left"] * len(TEXTS) + ["right"] * len(FIGURES)
+    table = tabulate(
+        rows, TEXTS + FIGURES, tablefmt="pipe", colalign=alignment, disable_numparse=True
+    )
+
+    asked = set()
+    dates = set()
+    for answer in answers:
+        for report in answer.pieces.values():
+            asked.add(f"libtpu {report.versions['libtpu']} with jax {report.versions['jax']}")
+            dates.add(report.date)
+    first, last = min(dates), max(dates)
+    when = f"on {first}" if first == last else f"from {first} to {last}"
+    return (
+        f"{table}\n\n"
+        "Memory is in MiB on each device; operations, the bound and the estimate are those of an "
+        f"image. Answered by {', '.join(sorted(asked))}, {when}."
+    )
+
+
+def row_of(answer: Answer, is_largest: bool) -> list[str]:
+    """A row of `table_of`."""
+    program = answer.program
+    name = f"{program.model}, {program.height} × {program.width}, {program.steps} steps"
+    name = f"{name}, {program.dtype}"
+    if program.attention:
+        name = f"{name}, attention {program.attention}"
+    elif program != dataclasses.replace(program, split_head_dim=None):
+        name = f"{name}, split_head_dim={program.split_head_dim}"
+    row = [
+        name,
+        f"{program.chips}\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}{program.chip}",
+        f"{program.batch}, the largest" if is_largest else str(program.batch),
+        "yes" if answer.whole.fits else "no",
+    ]
+    memory = answer.whole.memory
+    for kind in ("arguments", "temporaries", "program", "output"):
+        row.append(f"{getattr(memory, kind) / 2**20:,.1f}" if memory else "")
+    if answer.times:
+        row.append(f"{answer.flops / program.batch / 1e9:,.0f}")
+        row.append(f"{answer.times.bound / program.batch:.3g} s")
+        row.append(f"{answer.times.estimate / program.batch:.3g} s")
+    else:
+        row += ["", "", ""]
+    row.append(f"{answer.whole.compile_seconds:.0f} s")
+    return row
+
+
+class Published(NamedTuple):
+    """A time that others measured.
+
+    It is of SDXL in bfloat16, 1024 × 1024 pixels, 20 steps, one image on each chip at a time.
+    """
+
+    system: str
+    chip: str
+    seconds: float
+    source: str
+
+
+BLOG = "https://huggingface.co/blog/sdxl_jax"
+MLPERF = "https://mlcommons.org/benchmarks/inference-datacenter/"
+# The v4-8 has four chips: its name counts cores. MLPerf gives images in a second on four chips,
+# "offline": in a row.
+PUBLISHED = (
+    Published("TPU v5e-4, MLPerf Inference v4.1", "v5e", 4 / 1.753, MLPERF),
+    Published("TPU v6e-4, MLPerf Inference v4.1", "v6e", 4 / 5.439, MLPERF),
+    Published("TPU v5e-4, JAX 0.4.16", "v5e", 2.33, BLOG),
+    Published("TPU v4-8, JAX 0.4.16", "v4", 2.16, BLOG),
+)
+
+
+def published_times() -> list[tuple[Published, Times]]:
+    """The published times, each with the recorded bound and estimate of the same program."""
+    return [(each, recorded_times(Program("sdxl", each.chip, steps=20))) for each in PUBLISHED]
