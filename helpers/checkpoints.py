@@ -1,23 +1,29 @@
-"""Which weights a chapter loads: Stable Diffusion's own if the hardware has room for them, else bundled ones."""
+"""Which weights a chapter loads: Stable Diffusion's own, or a small checkpoint of the course."""
 
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from huggingface_hub import HfApi, constants, errors, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import (
+    HfApi,
+    constants,
+    errors,
+    hf_hub_download,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 
+from helpers.hub_token import has_token
 from helpers.places import find_data
-from helpers.tokens import has_token
+from helpers.safety import repair_safety_checker
 
 CHECKPOINT_VARIABLE = "TUTORIAL_CHECKPOINT"
-_INDEX, _UNET, _VAE = "model_index.json", "unet/config.json", "vae/config.json"
-_WEIGHTS = "unet/diffusion_flax_model.msgpack"
-_LATER = "safetensors, which the chapters from 11 on read"
+FLAX_WEIGHTS = "unet/diffusion_flax_model.msgpack"  # every pipeline with Flax weights has this file
 _SHAPE_PROMPTS = (
     "a large red heart on a white background",
     "a large blue star on a yellow background",
@@ -51,16 +57,16 @@ class Checkpoint:
     source, revision : str, str or None
         The first argument of ``from_pretrained`` (a folder or a Hub id), and its ``revision``.
     dtype : dtype
-        What to compute in: for weights from the Hub, bfloat16 on accelerators and float32 on a CPU, which has no fast
-        bfloat16; for folders, bfloat16 if their name ends in ``-bf16``.
+        What to compute in: for weights from the Hub, bfloat16 on accelerators and float32 on a CPU,
+        which has no fast bfloat16; for folders, bfloat16 if their name ends in ``-bf16``.
     height, width : int
         Image size in pixels.
     num_inference_steps, guidance_scale : int, float
         Sampling settings that suit these weights.
     prompts : tuple of str
         Eight examples of what they can draw.
-    download_bytes : int
-        What is still to be downloaded; 0 for folders and for what the Hub's cache holds.
+    has_safety_checker : bool
+        Whether a model that looks at finished images comes with them.
     """
 
     name: str
@@ -72,31 +78,61 @@ class Checkpoint:
     num_inference_steps: int
     guidance_scale: float
     prompts: tuple[str, ...]
-    download_bytes: int
+    has_safety_checker: bool
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether these come with the course, and draw nothing but shapes."""
+        return Path(self.source).parent == find_data("checkpoints")
+
+    @property
+    def options(self) -> dict[str, None]:
+        """What Stable Diffusion's ``from_pretrained`` needs besides, if there is no safety checker.
+
+        XL's pipeline knows no safety checker, and does not take these.
+        """
+        if self.has_safety_checker:
+            return {}
+        return {"safety_checker": None, "feature_extractor": None}
 
 
-class _Model(NamedTuple):
+@dataclass(frozen=True)
+class _Model:
+    """What the course knows of an architecture."""
+
+    pipeline: str  # the name of its class
+    bundled: str  # a small checkpoint of this architecture
     hub_id: str
     revision: str
-    memory: int  # GiB on each device: parameters, temporaries and some room; docs/real-models.md has the sources
-    pipeline: str
-    bundled: str  # a small checkpoint of the same architecture
+    # GiB on each device: parameters, temporaries and some room; docs/real-models.md has the sources
+    memory: int
 
 
-_SD, _SDXL = "CompVis/stable-diffusion-v1-4", "stabilityai/stable-diffusion-xl-base-1.0"
 _MODELS = {
-    "sd": _Model(_SD, "bf16", 6, "FlaxStableDiffusionPipeline", "shapes-sd"),
-    "sdxl": _Model(_SDXL, "main", 14, "FlaxStableDiffusionXLPipeline", "shapes-sdxl"),
+    "sd": _Model(
+        pipeline="FlaxStableDiffusionPipeline",
+        bundled="shapes-sd",
+        hub_id="CompVis/stable-diffusion-v1-4",
+        revision="bf16",
+        memory=6,
+    ),
+    "sdxl": _Model(
+        pipeline="FlaxStableDiffusionXLPipeline",
+        bundled="shapes-sdxl",
+        hub_id="stabilityai/stable-diffusion-xl-base-1.0",
+        revision="main",
+        memory=14,
+    ),
 }
 
 
 def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
     """Choose the weights that fit this machine, and say in one line what was chosen.
 
-    On a TPU or GPU with enough memory these are Stable Diffusion's own, for bfloat16. On a CPU, or if the Hub cannot be
-    reached, it is the checkpoint that comes with this course. The environment variable ``TUTORIAL_CHECKPOINT`` decides
-    otherwise: the name of a bundled checkpoint, the path of a folder in diffusers' format with Flax weights, or a Hub
-    id, with ``@revision`` if need be.
+    On a TPU or GPU with enough memory these are Stable Diffusion's own, for bfloat16. On a CPU, or
+    if the Hub cannot be reached, it is the checkpoint that comes with this course. The environment
+    variable ``TUTORIAL_CHECKPOINT`` decides otherwise: the name of a bundled checkpoint, the path
+    of a folder in diffusers' format with Flax weights, or a Hub id, with ``@revision`` if need be.
 
     Parameters
     ----------
@@ -115,8 +151,8 @@ def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
     ValueError
         If ``model`` is unknown.
     RuntimeError
-        If the checkpoint that ``TUTORIAL_CHECKPOINT`` names cannot be had, or has a different architecture: one
-        sentence says why and what to do.
+        If the checkpoint that ``TUTORIAL_CHECKPOINT`` names cannot be had, or has a different
+        architecture: one sentence says why and what to do.
 
     Examples
     --------
@@ -126,27 +162,39 @@ def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
     (64, 64)
     """
     if model not in _MODELS:
-        raise ValueError(f"There is no model {model!r} in this course: choose one of {', '.join(_MODELS)}.")
-    real = _MODELS[model]
-    if choice := os.environ.get(CHECKPOINT_VARIABLE):
+        raise ValueError(
+            f"There is no model {model!r} in this course: choose one of {', '.join(_MODELS)}."
+        )
+    choice = os.environ.get(CHECKPOINT_VARIABLE)
+    if choice:
         checkpoint = _find(choice, model, safetensors)
         print(f"{CHECKPOINT_VARIABLE} is set: using {checkpoint.name}.")
-        return checkpoint
+        return _ready(checkpoint)
+
+    real = _MODELS[model]
+    memory = _device_memory() / 2**30
     if jax.default_backend() == "cpu":
         reason = "This is a CPU run"
-    elif (memory := _device_memory() / 2**30) < real.memory:
-        has = f"{memory:.1f} GiB" if memory else "an unknown amount"
-        reason = f"{real.hub_id} takes {real.memory} GiB of memory, and each device has {has}"
+    elif memory == 0:
+        reason = (
+            f"{real.hub_id} takes {real.memory} GiB of memory, and the devices do not tell theirs"
+        )
+    elif memory < real.memory:
+        reason = (
+            f"{real.hub_id} takes {real.memory} GiB of memory, and each device has {memory:.1f} GiB"
+        )
     else:
         try:
-            checkpoint = _from_hub(real.hub_id, real.revision, model)
-            print(f"Using {checkpoint.name}, {checkpoint.download_bytes / 1e9:.1f} GB to download.")
-            return checkpoint
+            checkpoint = _from_hub(real.hub_id, real.revision, model, safetensors)
+            print(f"Using {checkpoint.name}.")
+            return _ready(checkpoint)
         except RuntimeError as error:
             reason = str(error).rstrip(".")
-    checkpoint = bundled_checkpoint(real.bundled)
-    print(f"{reason}: using the bundled checkpoint {checkpoint.name}, which draws shapes on flat backgrounds.")
-    return checkpoint
+    print(
+        f"{reason}: using the bundled checkpoint {real.bundled}, which draws shapes on flat "
+        "backgrounds."
+    )
+    return bundled_checkpoint(real.bundled)
 
 
 def bundled_checkpoint(name: str) -> Checkpoint:
@@ -159,114 +207,212 @@ def bundled_checkpoint(name: str) -> Checkpoint:
 
     Examples
     --------
-    >>> bundled_checkpoint("shapes-sd").download_bytes
-    0
+    >>> bundled_checkpoint("shapes-sd").num_inference_steps
+    15
     """
-    if name not in (names := bundled_names()):
-        raise ValueError(f"No bundled checkpoint is called {name!r}: choose one of {', '.join(names)}.")
+    if name not in bundled_names():
+        raise ValueError(
+            f"No bundled checkpoint is called {name!r}: choose one of {', '.join(bundled_names())}."
+        )
     return _from_folder(find_data("checkpoints") / name, name, _SHAPE_PROMPTS)
 
 
 def bundled_names() -> list[str]:
     """The names of the checkpoints that come with the course."""
-    return sorted(file.parents[1].name for file in find_data("checkpoints").glob(f"*/{_WEIGHTS}"))
+    files = find_data("checkpoints").glob(f"*/{FLAX_WEIGHTS}")
+    return sorted(file.parents[1].name for file in files)
+
+
+def download(checkpoint: Checkpoint) -> Path:
+    """The folder with a checkpoint's files, which come from the Hub if they are not here yet.
+
+    Builds on ``huggingface_hub.snapshot_download``, which keeps what it downloads. Of several
+    kinds of weights in a repository this takes the full ones, as msgpack and safetensors.
+
+    Examples
+    --------
+    >>> sorted(path.name for path in download(bundled_checkpoint("shapes-sd")).glob("*er"))
+    ['scheduler', 'text_encoder', 'tokenizer']
+    """
+    if checkpoint.revision is None:
+        return Path(checkpoint.source)
+    folder = snapshot_download(
+        checkpoint.source,
+        revision=checkpoint.revision,
+        allow_patterns=[
+            "*.json",
+            "*.txt",
+            "*.msgpack",
+            "*/*model.safetensors",
+            "*/*-of-*.safetensors",
+        ],
+        ignore_patterns=["safety_checker/*", "*.fp16*", "*non_ema*"],
+    )
+    return Path(folder)
+
+
+def _ready(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, whose safety checker runs on this version of JAX if it has one."""
+    if checkpoint.has_safety_checker and jax.__version_info__ >= (0, 10):
+        repair_safety_checker()
+    return checkpoint
 
 
 def _device_memory() -> int:
     """Bytes on each device; 0 if the device does not tell."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit", 0)
 
 
 def _find(choice: str, model: str, safetensors: bool) -> Checkpoint:
     """The checkpoint that ``TUTORIAL_CHECKPOINT`` names."""
     if choice in bundled_names():
-        return _from_folder(find_data("checkpoints") / choice, choice, _SHAPE_PROMPTS, model)
+        checkpoint = bundled_checkpoint(choice)
+        _check_architecture(choice, Path(checkpoint.source, "model_index.json"), model)
+        return checkpoint
     if Path(choice).is_dir():
-        return _from_folder(Path(choice), choice, _PHOTO_PROMPTS, model, safetensors)
+        names = [file.relative_to(choice).as_posix() for file in Path(choice).rglob("*.*")]
+        _check_weights(f"The folder {choice}", names, safetensors)
+        _check_architecture(choice, Path(choice, "model_index.json"), model)
+        return _from_folder(Path(choice), choice, _PHOTO_PROMPTS)
     hub_id, _, revision = choice.partition("@")
     if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
         raise RuntimeError(
-            f"{CHECKPOINT_VARIABLE} is {choice!r}: no folder, no Hub id (owner/name), and no bundled checkpoint "
-            f"({', '.join(bundled_names())}): correct it or unset it."
+            f"{CHECKPOINT_VARIABLE} is {choice!r}: no folder, no Hub id (owner/name), and no "
+            f"bundled checkpoint ({', '.join(bundled_names())}): correct it or unset it."
         )
     return _from_hub(hub_id, revision or "main", model, safetensors)
 
 
-def _from_folder(folder: Path, name: str, prompts, model: str | None = None, safetensors: bool = False) -> Checkpoint:
-    later = not (folder / _WEIGHTS).exists() and any((folder / "unet").glob("*.safetensors"))
-    if later and not safetensors:
-        raise RuntimeError(f"The folder {folder} has {_LATER}: for this one, choose a folder with Flax weights.")
-    if missing := [file for file in (_WEIGHTS, _INDEX, _UNET, _VAE)[later:] if not (folder / file).exists()]:
-        raise RuntimeError(
-            f"The folder {folder} holds no pipeline with Flax weights, {', '.join(missing)} being absent: choose one "
-            "that a Flax pipeline's save_pretrained wrote."
-        )
+def _from_folder(folder: Path, name: str, prompts: tuple[str, ...]) -> Checkpoint:
+    """Describe a folder in diffusers' format."""
     dtype = jnp.bfloat16 if folder.name.endswith("-bf16") else jnp.float32
-    settings = _settings(name, model, *(folder / file for file in (_INDEX, _UNET, _VAE)))
-    return Checkpoint(name, str(folder), None, dtype, *settings, prompts, download_bytes=0)
+    pixels, steps, guidance = _suitable_settings(
+        index=folder / "model_index.json",
+        unet=folder / "unet" / "config.json",
+        vae=folder / "vae" / "config.json",
+    )
+    return Checkpoint(
+        name=name,
+        source=str(folder),
+        revision=None,
+        dtype=dtype,
+        height=pixels,
+        width=pixels,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        prompts=prompts,
+        has_safety_checker=_has_safety_checker(folder / "model_index.json"),
+    )
 
 
-def _from_hub(hub_id: str, revision: str, model: str, safetensors: bool = False) -> Checkpoint:
-    """Ask the Hub, or its cache, for a checkpoint without downloading its weights."""
-    name, asked = f"{hub_id} at revision {revision!r}", ", asked with a token" if has_token() else ""
+def _from_hub(hub_id: str, revision: str, model: str, safetensors: bool) -> Checkpoint:
+    """Describe a repository on the Hub, of which only the configuration is downloaded."""
+    name = f"{hub_id} at revision {revision!r}"
+    has_token()  # from here on, the Hub's client knows it
+    size = 0
     try:
-        size = _download_bytes(hub_id, revision, model, safetensors)
-        files = (hf_hub_download(hub_id, file, revision=revision) for file in (_INDEX, _UNET, _VAE))
-        settings = _settings(name, model, *files)
+        # If the largest file is in the cache, the rest is, too, and a network is not needed.
+        if not isinstance(try_to_load_from_cache(hub_id, FLAX_WEIGHTS, revision=revision), str):
+            info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=10)
+            sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+            kind = _check_weights(name, sizes, safetensors)
+            size = sum(sizes[file] for file in sizes if "/" in file and file.endswith(kind))
+            _check_disk(name, size)
+        index = hf_hub_download(hub_id, "model_index.json", revision=revision)
+        unet = hf_hub_download(hub_id, "unet/config.json", revision=revision)
+        vae = hf_hub_download(hub_id, "vae/config.json", revision=revision)
     except errors.HfHubHTTPError as error:
-        answer = str(error).split("\n\n")[-1].splitlines()[0].rstrip(".")  # without the number of the request
         raise RuntimeError(
-            f"The Hub does not give {name}{asked}: {answer}. Look at {constants.ENDPOINT}/{hub_id}, and log in with "
-            "`hf auth login` if it is private, or if you have to accept its licence."
-        ) from None
+            f"The Hub does not give {name} ({type(error).__name__}): look at "
+            f"{constants.ENDPOINT}/{hub_id}, and run `hf auth login` if it is private, or if you "
+            "have to accept its licence."
+        ) from error
     except (OSError, errors.HTTPError):  # of the HTTP client, which differs from version to version
         raise RuntimeError(
-            f"{name} cannot be had, as the Hugging Face Hub cannot be reached (is the internet switched on?)"
+            f"{name} cannot be had, as the Hugging Face Hub cannot be reached (is the internet "
+            "switched on?)"
         ) from None
-    if size > (free := free_disk(constants.HF_HUB_CACHE)):
+    _check_architecture(name, Path(index), model)
+    pixels, steps, guidance = _suitable_settings(Path(index), Path(unet), Path(vae))
+    if size:
+        print(f"Loading {name} will download {size / 1e9:.1f} GB.")
+    return Checkpoint(
+        name=name,
+        source=hub_id,
+        revision=revision,
+        dtype=jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16,
+        height=pixels,
+        width=pixels,
+        num_inference_steps=steps,
+        guidance_scale=guidance,
+        prompts=_PHOTO_PROMPTS,
+        has_safety_checker=_has_safety_checker(Path(index)),
+    )
+
+
+def _check_weights(name: str, files: Collection[str], safetensors: bool) -> str:
+    """The ending of the weights among these files; an error if the chapter cannot read them."""
+    if FLAX_WEIGHTS in files:
+        return ".msgpack"
+    if not any(file.startswith("unet/") and file.endswith(".safetensors") for file in files):
         raise RuntimeError(
-            f"{name} needs {size / 1e9:.1f} GB of disk, but {constants.HF_HUB_CACHE} has {free / 1e9:.1f} GB free: "
-            "make room, or set HF_HOME to a larger disk."
+            f"{name} holds no pipeline with Flax weights or safetensors ({FLAX_WEIGHTS} is "
+            "missing): choose a different one."
         )
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    return Checkpoint(name, hub_id, revision, dtype, *settings, _PHOTO_PROMPTS, download_bytes=size)
+    if not safetensors:
+        raise RuntimeError(
+            f"{name} has safetensors, which the chapters from 11 on read, and no Flax weights, "
+            "which this chapter needs: choose a different one here."
+        )
+    return ".safetensors"
 
 
-def _download_bytes(hub_id: str, revision: str, model: str, safetensors: bool) -> int:
-    """Size of the weights of a pipeline, without downloading them; 0 if the Hub's cache has them."""
-    parts = ("unet/diffusion_", "vae/diffusion_", "text_encoder/", "text_encoder_2/")[: 4 if model == "sdxl" else 3]
-    flax = [f"{part}flax_model.msgpack" for part in parts]
-    others = [f"{part}{'pytorch_' * part.endswith('_')}model.safetensors" for part in parts]
-    for names in (flax, others)[: 1 + safetensors]:
-        if all(isinstance(try_to_load_from_cache(hub_id, file, revision=revision), str) for file in names):
-            return 0
-    files = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=10).siblings or []
-    HfApi().auth_check(hub_id)
-    name, names = f"{hub_id} at revision {revision!r}", [file.rfilename for file in files]
-    later = _WEIGHTS not in names and any(file.startswith("unet/") and file.endswith(".safetensors") for file in names)
-    if _WEIGHTS not in names and not (later and safetensors):
-        but = f", but {_LATER}" * later
-        raise RuntimeError(f"{name} cannot be used: it has no Flax weights ({_WEIGHTS}){but}.")
-    kind = ".safetensors" if later else ".msgpack"
-    return sum(file.size or 0 for file in files if "/" in file.rfilename and file.rfilename.endswith(kind))
+def _check_disk(name: str, size: int) -> None:
+    """An error if so many bytes do not fit where the Hub's client keeps its files."""
+    free = free_disk(constants.HF_HUB_CACHE)
+    if size > free:
+        raise RuntimeError(
+            f"{name} needs {size / 1e9:.1f} GB of disk, but {constants.HF_HUB_CACHE} has "
+            f"{free / 1e9:.1f} GB free: make room, or set HF_HOME to a larger disk."
+        )
 
 
 def free_disk(folder: str | Path) -> int:
     """Bytes that are free on the disk of a folder, which need not exist yet."""
-    return shutil.disk_usage(next(place for place in (Path(folder), *Path(folder).parents) if place.exists())).free
+    place = Path(folder)
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
 
 
-def _settings(name: str, model: str | None, *files: str | Path) -> tuple[int, int, int, float]:
-    """What follows from three configuration files: height, width, and the steps and guidance that suit them."""
-    index, unet, vae = (json.loads(Path(file).read_text()) for file in files)
-    found = index["_class_name"]
-    wanted = _MODELS[model].pipeline if model else found
-    # On the Hub, PyTorch's weights may lie beside Flax's, and then the index may name PyTorch's class.
+def _check_architecture(name: str, index: Path, model: str) -> None:
+    """An error unless ``model_index.json`` names the pipeline of this model."""
+    found = json.loads(index.read_text())["_class_name"]
+    wanted = _MODELS[model].pipeline
+    # Where PyTorch's weights lie beside Flax's, the index may name PyTorch's class.
     if found not in (wanted, wanted.removeprefix("Flax")):
         raise RuntimeError(
-            f"{name} is made for {found}, and this chapter teaches {wanted}: set {CHECKPOINT_VARIABLE} to "
-            f"{_MODELS[model].bundled} or a different checkpoint for that, or unset it."
+            f"{name} is made for {found}, and this chapter teaches {wanted}: set "
+            f"{CHECKPOINT_VARIABLE} to {_MODELS[model].bundled} or a different checkpoint for "
+            "that, or unset it."
         )
-    pixels = unet["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
-    usual = (25, 5.0) if "XL" in found else (50, 7.5)
-    return pixels, pixels, *((15, 3.0) if pixels < 256 else usual)  # 30 steps get no more right: benchmarks/steps.json
+
+
+def _has_safety_checker(index: Path) -> bool:
+    """Whether ``model_index.json`` names a class for a safety checker."""
+    _, kind = json.loads(index.read_text()).get("safety_checker") or (None, None)
+    return kind is not None
+
+
+def _suitable_settings(index: Path, unet: Path, vae: Path) -> tuple[int, int, float]:
+    """Height and width in pixels, steps, and guidance scale, from three configuration files."""
+    latent_side = json.loads(unet.read_text())["sample_size"]
+    # Every block of the VAE but the last halves the height and the width.
+    blocks = json.loads(vae.read_text())["block_out_channels"]
+    pixels = latent_side * 2 ** (len(blocks) - 1)
+    if pixels < 256:  # more steps get no more images right: benchmarks/steps.json
+        return pixels, 15, 3.0
+    if "XL" in json.loads(index.read_text())["_class_name"]:
+        return pixels, 25, 5.0
+    return pixels, 50, 7.5

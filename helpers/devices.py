@@ -9,22 +9,38 @@ import psutil
 
 DEVICES_VARIABLE = "TUTORIAL_DEVICES"
 
+# What to do, by what find_runtime returns.
 _ADVICE = {
-    "Colab": "choose Runtime > Change runtime type > TPU in Colab's menu, and run the notebook again from the top",
-    "Kaggle": "choose Settings > Accelerator > TPU in Kaggle's menu, and run the notebook again from the top",
-    "TPU VM": f'this machine has TPU chips that JAX cannot use: run pip install "jax[tpu]=={jax.__version__}", and '
-    "stop other processes that hold the chips (sudo lsof -w /dev/accel* /dev/vfio/*)",
-    "GPU": f'JAX cannot use the GPU here: if it is NVIDIA\'s, run pip install "jax[cuda13]=={jax.__version__}"',
-    "laptop": "there is no accelerator to switch on here: go on with the CPU, or open the notebook in Colab or Kaggle",
+    "Colab": (
+        "choose Runtime > Change runtime type > TPU in Colab's menu, and run the notebook again "
+        "from the top"
+    ),
+    "Kaggle": (
+        "choose Settings > Accelerator > TPU in Kaggle's menu, and run the notebook again from the "
+        "top"
+    ),
+    "TPU VM": (
+        "this machine has TPU chips that JAX cannot use: run "
+        f'pip install "jax[tpu]=={jax.__version__}", and stop other processes that hold the chips '
+        "(sudo lsof -w /dev/accel* /dev/vfio/*)"
+    ),
+    "GPU": (
+        "JAX cannot use the GPU here: if it is NVIDIA's, run "
+        f'pip install "jax[cuda13]=={jax.__version__}"'
+    ),
+    "laptop": (
+        "there is no accelerator to switch on here: go on with the CPU, or open the notebook in "
+        "Colab or Kaggle"
+    ),
 }
 
 
 def simulate_devices(n: int = 8) -> None:
     """Present the CPU as ``n`` JAX devices, so that parallel programs have devices to run on.
 
-    Builds on the configuration option ``jax_num_cpu_devices``. An accelerator is left alone: it stays the default
-    backend, and only ``jax.devices("cpu")`` grows. The environment variable ``TUTORIAL_DEVICES`` overrides ``n``.
-    Calling it again with the same number does nothing.
+    Builds on the configuration option ``jax_num_cpu_devices``. An accelerator is left alone: it
+    stays the default backend, and only ``jax.devices("cpu")`` grows. The environment variable
+    ``TUTORIAL_DEVICES`` overrides ``n``. Calling it again with the same number does nothing.
 
     Parameters
     ----------
@@ -42,29 +58,39 @@ def simulate_devices(n: int = 8) -> None:
     --------
     >>> simulate_devices(len(jax.devices("cpu")))  # as it is already
     """
-    wanted = os.environ.get(DEVICES_VARIABLE, n)
-    count = int(wanted) if str(wanted).isdecimal() else 0
-    if count < 1:
-        source = DEVICES_VARIABLE if DEVICES_VARIABLE in os.environ else "n"
-        raise ValueError(f"{source} is {wanted!r}, but the number of devices must be a whole number of at least 1.")
+    if DEVICES_VARIABLE in os.environ:
+        source, wanted = DEVICES_VARIABLE, os.environ[DEVICES_VARIABLE]
+    else:
+        source, wanted = "n", n
+    if not str(wanted).isdecimal() or int(wanted) < 1:
+        raise ValueError(
+            f"{source} is {wanted!r}, but the number of devices must be a whole number of at "
+            "least 1."
+        )
+    count = int(wanted)
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:
-        if (present := len(jax.devices("cpu"))) != count:
+    except RuntimeError:  # JAX has started
+        present = len(jax.devices("cpu"))
+        if present != count:
             raise RuntimeError(
-                f"JAX has already started with {present} CPU device(s) and cannot change to {count}: restart the "
-                "kernel and call simulate_devices before anything else uses JAX."
+                f"JAX has already started with {present} CPU device(s) and cannot change to "
+                f"{count}: restart the kernel and call simulate_devices before anything else uses "
+                "JAX."
             ) from None
-    else:
-        if importlib.util.find_spec("libtpu") and not (has_tpu_chips() or _has_gpu() or jax.config.jax_platforms):
-            # JAX would find the CPU anyway, but after libtpu has logged a screenful about the TPU that is missing.
-            jax.config.update("jax_platforms", "cpu")
+        return
+    has_accelerator = has_tpu_chips() or _has_gpu()
+    if importlib.util.find_spec("libtpu") and not has_accelerator and not jax.config.jax_platforms:
+        # JAX would find the CPU anyway, but after libtpu has logged a screenful about the TPU that
+        # is missing.
+        jax.config.update("jax_platforms", "cpu")
 
 
 def device_report() -> str:
     """Say in a few lines what JAX runs on: platform, kind, number and memory of the devices.
 
-    Builds on ``jax.devices()`` and ``Device.memory_stats()``. Memory is in GiB, and is what JAX may allocate.
+    Builds on ``jax.devices()`` and ``Device.memory_stats()``. Memory is in GiB, and is what JAX may
+    allocate.
 
     Examples
     --------
@@ -72,17 +98,25 @@ def device_report() -> str:
     JAX ... runs on ...
     """
     devices = jax.devices()
-    first, count = devices[0], len(devices)
-    memory = "an unknown amount of memory"
-    if limit := (first.memory_stats() or {}).get("bytes_limit"):
-        memory = f"{limit / 2**30:.1f} GiB of memory on each"
+    first = devices[0]
+    stats = first.memory_stats() or {}
+    if "bytes_limit" in stats:
+        memory = f"{stats['bytes_limit'] / 2**30:.1f} GiB of memory on each"
     elif first.platform == "cpu":
-        memory = f"{psutil.virtual_memory().total / 2**30:.1f} GiB of memory" + ", shared by all of them" * (count > 1)
-    kind = f"platform {first.platform!r}, kind {first.device_kind!r}"
-    report = f"JAX {jax.__version__} runs on {count} device(s) of {kind}, with {memory}."
+        memory = f"{psutil.virtual_memory().total / 2**30:.1f} GiB of memory"
+        if len(devices) > 1:
+            memory += ", shared by all of them"
+    else:
+        memory = "an unknown amount of memory"
+    report = (
+        f"JAX {jax.__version__} runs on {len(devices)} device(s) of platform {first.platform!r}, "
+        f"kind {first.device_kind!r}, with {memory}."
+    )
     if first.platform == "cpu":
-        report += f"\nThis is a CPU run on a machine with {os.cpu_count()} core(s). Programs behave as on real "
-        report += "devices, but their speed says nothing about real ones."
+        report += (
+            f"\nThis is a CPU run on a machine with {os.cpu_count()} core(s). Programs behave as "
+            "on real devices, but their speed says nothing about real ones."
+        )
     return report
 
 
@@ -92,12 +126,14 @@ def require_accelerator() -> None:
     Raises
     ------
     RuntimeError
-        If the default backend is the CPU. The message names the backend and what to do in this runtime.
+        If the default backend is the CPU. The message names the backend and what to do in this
+        runtime.
     """
     if jax.default_backend() == "cpu":
         runtime = find_runtime()
         raise RuntimeError(
-            f"JAX runs on the CPU, not on a TPU or GPU. On this machine ({runtime}): {_ADVICE[runtime]}."
+            f"JAX runs on the CPU, not on a TPU or GPU. On this machine ({runtime}): "
+            f"{_ADVICE[runtime]}."
         )
 
 
@@ -109,7 +145,9 @@ def find_runtime() -> str:
         return "Kaggle"
     if has_tpu_chips():
         return "TPU VM"
-    return "GPU" if _has_gpu() else "laptop"
+    if _has_gpu():
+        return "GPU"
+    return "laptop"
 
 
 def has_tpu_chips() -> bool:

@@ -10,42 +10,46 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-SMALLEST = 160  # pixels: a smaller image is enlarged by a whole number, so that its pixels stay sharp squares
-LARGEST = 256  # pixels: if there are several, wider images are made smaller, so that a row fits on a page
+# In pixels. A narrower image is enlarged by a whole number, so that its pixels stay sharp squares;
+# if there are several, wider ones are made smaller, so that a row fits on a page.
+SMALLEST = 160
+LARGEST = 256
 GAP = 4
 FONT_SIZE = 12
-# Matplotlib's fonts have the letters of most languages; Pillow's has few. In this one all letters are equally wide.
+# Matplotlib's fonts have the letters of most languages; Pillow's has few. In this one all letters
+# are equally wide.
 FONT_FILE = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSansMono.ttf")
-
 
 Images = jax.Array | np.ndarray | Sequence[Image.Image]
 
 
-def image_grid(images: Images, columns: int | None = None, captions: Sequence[str] | None = None) -> Image.Image:
+def image_grid(
+    images: Images, columns: int | None = None, captions: Sequence[str] | None = None
+) -> Image.Image:
     """Lay images out in a grid, each under its caption.
 
     Parameters
     ----------
     images : array or sequence of PIL.Image.Image
-        What pipelines return: an array of shape (devices, batch, height, width, 3) or (batch, height, width, 3), of any
-        float dtype with values from 0 to 1, or uint8; or a list of PIL images of one size. Device by device, the
-        images fill the grid row by row.
+        What pipelines return: an array of shape (devices, batch, height, width, 3) or (batch,
+        height, width, 3), of any float dtype with values from 0 to 1, or uint8; or a list of PIL
+        images of one size. Device by device, the images fill the grid row by row.
     columns : int, optional
-        How many images a row holds; by default about as many as there are rows, and no more than eight.
+        How many images a row holds; by default four, which can still be read on a page.
     captions : sequence of str, optional
         One for each image; long ones are wrapped.
 
     Returns
     -------
     PIL.Image.Image
-        Images less than 160 pixels wide are enlarged by a whole number, without smoothing; several of more than 256
-        are made smaller.
+        Images less than 160 pixels wide are enlarged by a whole number, without smoothing; several
+        of more than 256 are made smaller.
 
     Raises
     ------
     ValueError
-        If there are no images, or the array has a different rank or number of channels, or values that are not finite
-        or lie outside 0 to 1; or if captions or columns do not fit.
+        If there are no images, or the array has a different rank or number of channels, or values
+        that are not finite or lie outside 0 to 1; or if captions or columns do not fit.
 
     Examples
     --------
@@ -55,9 +59,11 @@ def image_grid(images: Images, columns: int | None = None, captions: Sequence[st
     tiles = [Image.fromarray(image) for image in _as_uint8(images)]
     count = len(tiles)
     if captions is not None and len(captions) != count:
-        raise ValueError(f"There are {len(captions)} captions for {count} images: give one for each.")
+        raise ValueError(
+            f"There are {len(captions)} captions for {count} images: give one for each."
+        )
     if columns is None:
-        columns = min(8, count, max(math.ceil(math.sqrt(count)), 4))
+        columns = min(4, count)
     if columns < 1:
         raise ValueError(f"A grid of {columns} columns holds no images: give at least 1.")
 
@@ -70,20 +76,23 @@ def image_grid(images: Images, columns: int | None = None, captions: Sequence[st
         width, height = LARGEST, round(height * LARGEST / width)
         resampling = Image.Resampling.LANCZOS
     font = ImageFont.truetype(FONT_FILE, FONT_SIZE)
-    letters = int((width - 4) / font.getlength("m"))
-    texts = [textwrap.fill(caption, letters) for caption in captions or [""] * count]
     line = FONT_SIZE + 3
-    room = line * max(text.count("\n") + 1 for text in texts) if captions else 0
+    texts, room = [""] * count, 0  # room is the height of the highest caption
+    if captions is not None:
+        letters = int((width - 4) / font.getlength("m"))
+        texts = [textwrap.fill(caption, letters) for caption in captions]
+        room = line * max(text.count("\n") + 1 for text in texts)
 
-    # Transparent between the images, so that the grid sits on a dark page as well as on a light one; captions stand on
-    # white.
+    # Transparent between the images, so that the grid sits on a dark page as well as on a light
+    # one; captions stand on white.
     rows = math.ceil(count / columns)
     grid = Image.new("RGBA", (columns * (width + GAP) - GAP, rows * (height + room + GAP) - GAP))
     draw = ImageDraw.Draw(grid)
     for number, (tile, text) in enumerate(zip(tiles, texts, strict=True)):
-        left, top = number % columns * (width + GAP), number // columns * (height + room + GAP)
+        row, column = divmod(number, columns)
+        left, top = column * (width + GAP), row * (height + room + GAP)
         grid.paste(tile.resize((width, height), resampling), (left, top + room))
-        if captions:
+        if captions is not None:
             draw.rectangle((left, top, left + width - 1, top + room - 1), fill="white")
             start = top + room - line * (text.count("\n") + 1)
             draw.multiline_text((left + 2, start), text, fill="black", font=font, spacing=3)
@@ -92,16 +101,20 @@ def image_grid(images: Images, columns: int | None = None, captions: Sequence[st
 
 def _as_uint8(images: Images) -> np.ndarray:
     """Check the images and bring them to uint8 of shape (count, height, width, 3)."""
-    if isinstance(images, (list, tuple)) and images and all(isinstance(image, Image.Image) for image in images):
-        if len(sizes := {image.size for image in images}) > 1:
-            raise ValueError(f"The images have different sizes, {sorted(sizes)}: bring them to one.")
+    if isinstance(images, (list, tuple)) and images and isinstance(images[0], Image.Image):
+        sizes = {image.size for image in images}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"The images have different sizes, {sorted(sizes)}: bring them to one."
+            )
         images = np.stack([np.asarray(image.convert("RGB")) for image in images])
     array = np.asarray(images)
     if array.size == 0:
         raise ValueError(f"There are no images in an array of shape {array.shape}.")
     if array.ndim not in (4, 5) or array.shape[-1] != 3:
         raise ValueError(
-            f"Images come as (devices, batch, height, width, 3) or (batch, height, width, 3), not as {array.shape}."
+            "Images come as (devices, batch, height, width, 3) or (batch, height, width, 3), not "
+            f"as {array.shape}."
         )
     array = array.reshape(-1, *array.shape[-3:])
     if array.dtype == np.uint8:
@@ -112,13 +125,15 @@ def _as_uint8(images: Images) -> np.ndarray:
     if not finite.all():
         which = np.flatnonzero(~finite.all(axis=(1, 2, 3))).tolist()
         raise ValueError(
-            f"{(~finite).sum()} value(s) are {array[~finite][0]}, in image(s) {which}: the numbers went wrong in the "
-            "pipeline, for example in a scheduler whose state was cast to bfloat16."
+            f"{(~finite).sum()} value(s) are {array[~finite][0]}, in image(s) {which}: the numbers "
+            "went wrong in the pipeline, for example in a scheduler whose state was cast to "
+            "bfloat16."
         )
     low, high = array.min(), array.max()
     if low < 0 or high > 1:
         raise ValueError(
-            f"Values run from {low:.3g} to {high:.3g}, but images have 0 to 1: divide by 255 if they are bytes, or "
-            "use (x / 2 + 0.5).clip(0, 1) if they come straight from the decoder."
+            f"Values run from {low:.3g} to {high:.3g}, but images have 0 to 1: divide by 255 if "
+            "they are bytes, or use (x / 2 + 0.5).clip(0, 1) if they come straight from the "
+            "decoder."
         )
     return np.rint(array * 255).astype(np.uint8)

@@ -55,23 +55,29 @@ def split_keys(key: jax.Array, n: int | None = None) -> jax.Array:
     if not isinstance(key, jax.Array) or not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"A key was expected, but got {key!r}: make one with create_key(seed).")
     if key.ndim:
-        raise TypeError(f"One key was expected, but got {key.size} of shape {key.shape}: these are split already.")
-    n = jax.device_count() if n is None else n
+        raise TypeError(
+            f"One key was expected, but got {key.size} of shape {key.shape}: these are split "
+            "already."
+        )
+    if n is None:
+        n = jax.device_count()
     if n < 1:
         raise ValueError(f"A key cannot be split into {n}: give at least 1.")
     return jax.random.split(key, n)
 
 
 def prepare_prompts(pipeline: Any, prompts: str | list[str]) -> np.ndarray:
-    """Tokenize prompts with ``pipeline.prepare_inputs``, and spread them over the devices as Flax's ``shard`` does.
+    """Tokenize prompts and spread them over the devices.
+
+    Builds on ``pipeline.prepare_inputs``, and spreads as Flax's ``shard`` does.
 
     Parameters
     ----------
     pipeline : FlaxStableDiffusionPipeline
         Its tokenizer is used.
     prompts : str or list of str
-        One prompt, which every device gets, or a list whose length the number of devices divides; device ``d`` gets
-        the ``d``-th share of the list.
+        One prompt, which every device gets, or a list whose length the number of devices divides;
+        device ``d`` gets the ``d``-th share of the list.
 
     Returns
     -------
@@ -88,21 +94,27 @@ def prepare_prompts(pipeline: Any, prompts: str | list[str]) -> np.ndarray:
     Warns
     -----
     UserWarning
-        If a prompt is longer than the text encoder reads, with what is cut off; and, with a bundled checkpoint, if
-        it has words that the checkpoint never saw.
+        If a prompt is longer than the text encoder reads, with what is cut off; and, with a bundled
+        checkpoint, if it has words that the checkpoint never saw.
     """
     devices = jax.device_count()
     if isinstance(prompts, str):
         prompts = [prompts] * devices
-    if not (isinstance(prompts, (list, tuple)) and all(isinstance(prompt, str) for prompt in prompts)):
+    is_list = isinstance(prompts, (list, tuple))
+    if not is_list or not all(isinstance(prompt, str) for prompt in prompts):
         raise TypeError(f"Prompts must be a string or a list of strings, but got {prompts!r}.")
     if not prompts:
-        raise ValueError(f"There are no prompts: give {devices}, or one as a string for every device.")
-    if surplus := len(prompts) % devices:
-        more, fewer = len(prompts) - surplus + devices, len(prompts) - surplus
         raise ValueError(
-            f"{len(prompts)} prompts cannot be spread over {devices} devices: give {f'{fewer} or ' if fewer else ''}"
-            f"{more}, or repeat them with [p for p in prompts for _ in range({devices})]."
+            f"There are no prompts: give {devices}, or one as a string for every device."
+        )
+    each, surplus = divmod(len(prompts), devices)
+    if surplus:
+        fitting = f"{(each + 1) * devices}"
+        if each:
+            fitting = f"{each * devices} or {fitting}"
+        raise ValueError(
+            f"{len(prompts)} prompts cannot be spread over {devices} devices: give {fitting}, or "
+            f"repeat them with [p for p in prompts for _ in range({devices})]."
         )
     for prompt in dict.fromkeys(prompts):
         warn_about_prompt(pipeline.tokenizer, prompt)
@@ -111,20 +123,23 @@ def prepare_prompts(pipeline: Any, prompts: str | list[str]) -> np.ndarray:
 
 
 def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
-    """Say what of a prompt the text encoder will not see, and which words a bundled checkpoint never saw."""
-    # The two places that are not words: the start token and the end token.
-    room = tokenizer.model_max_length - 2
-    if len(tokens := tokenizer.tokenize(prompt)) > room:
+    """Warn of what the text encoder will not read, and of words unknown to a bundled checkpoint."""
+    room = tokenizer.model_max_length - 2  # besides the start token and the end token
+    tokens = tokenizer.tokenize(prompt)
+    if len(tokens) > room:
         lost = tokenizer.convert_tokens_to_string(tokens[room:]).strip()
         warnings.warn(
-            f"This prompt has {len(tokens)} tokens, and the text encoder reads {room}; it will not see: {lost!r}",
-            stacklevel=3,
+            f"A prompt has {len(tokens)} tokens, and {room} are read: not {lost!r}.", stacklevel=3
         )
+    # The tokenizers of the bundled checkpoints list the words that captions in training had.
     known = tokenizer.init_kwargs.get("caption_words")
-    unknown = [word for word in dict.fromkeys(re.findall(r"\w+", prompt.lower())) if known and word not in known]
+    if known is None:
+        return
+    words = dict.fromkeys(re.findall(r"\w+", prompt.lower()))
+    unknown = [word for word in words if word not in known]
     if unknown:
         warnings.warn(
-            f"The bundled checkpoint never saw {', '.join(map(repr, unknown))}, so expect nothing sensible of "
-            f"{prompt!r}. It knows these words: {', '.join(known)}.",
+            f"The bundled checkpoint never saw {', '.join(map(repr, unknown))}, so expect nothing "
+            f"sensible of {prompt!r}. It knows these words: {', '.join(known)}.",
             stacklevel=3,
         )

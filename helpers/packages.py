@@ -1,47 +1,86 @@
-"""Whether the packages that the course needs are there, in versions that work together and still have Flax."""
+"""Which packages the course needs, in which versions, and which are installed."""
 
 import importlib.metadata
-import logging
 import os
 import sys
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 DISTRIBUTION = "stable-diffusion-jax-course"
 PIP = f"{sys.executable} -m pip install"  # a plain ``pip`` may belong to a different Python
-# With a wrong version of one of these, no Flax pipeline runs.
-_FOR_FLAX_PIPELINES = ("diffusers", "flax", "huggingface-hub", "transformers")
+# Flax pipelines need old versions of these. The chapters from 11 on need none of them, or any.
+ONLY_FOR_FLAX_PIPELINES = ("diffusers", "huggingface-hub", "transformers")
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that the course needs: its allowed versions, and the one installed (None if it is missing)."""
+    """A package that the course needs.
 
-    requirement: Requirement
+    Attributes
+    ----------
+    name : str
+        As on PyPI.
+    allowed : SpecifierSet
+        The versions that the course is made for.
+    installed : str or None
+        The version that is installed, or None if the package is missing.
+    """
+
+    name: str
+    allowed: SpecifierSet
     installed: str | None
 
     @property
     def fits(self) -> bool:
-        return self.installed is not None and self.requirement.specifier.contains(self.installed, prereleases=True)
+        """Whether the installed version is one that the course is made for."""
+        if self.installed is None:
+            return False
+        return self.allowed.contains(self.installed, prereleases=True)
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether the installed version is newer than those that the course is made for."""
+        if self.installed is None:
+            return False
+        for bound in self.allowed:
+            if bound.operator == "<" and Version(self.installed) >= Version(bound.version):
+                return True
+        return False
 
 
 def needed_packages() -> list[Package]:
-    """What the distribution says it needs, without its extras, and what is installed of that.
+    """What the distribution says that it needs, without its extras, and what is installed of it.
 
-    Empty if the course itself is not installed, and its folder is merely on the path.
+    The list is empty if the course is not installed, and its folder is merely on the path.
     """
     try:
-        requirements = [Requirement(line) for line in importlib.metadata.requires(DISTRIBUTION) or []]
+        lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    for requirement in requirements:
-        # Older versions call jax.device_put_replicated, which JAX 0.10 removed. No dependency can say "if jax is new".
-        if requirement.name == "flax" and Version(_installed_version("jax") or "0") >= Version("0.10"):
-            requirement.specifier &= ">=0.12.7"
-    required = [requirement for requirement in requirements if requirement.marker is None]
-    return [Package(requirement, _installed_version(requirement.name)) for requirement in required]
+    # Older versions of flax call jax.device_put_replicated, which JAX 0.10 removed. The metadata of
+    # a distribution cannot say "if jax is new".
+    jax_is_new = Version(installed_version("jax") or "0") >= Version("0.10")
+    needed = []
+    for requirement in map(Requirement, lines):
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        allowed = requirement.specifier
+        if requirement.name == "flax" and jax_is_new:
+            allowed = allowed & ">=0.12.7"
+        package = Package(requirement.name, allowed, installed_version(requirement.name))
+        needed.append(package)
+    return needed
+
+
+def installed_version(name: str) -> str | None:
+    """The version of a package that is installed, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def require_flax() -> None:
@@ -52,27 +91,36 @@ def require_flax() -> None:
     ImportError
         Names the packages, and the command that installs what is needed in their place.
     """
-    names = _FOR_FLAX_PIPELINES
-    wrong = [package for package in needed_packages() if package.requirement.name in names and not package.fits]
+    names = (*ONLY_FOR_FLAX_PIPELINES, "flax")
+    wrong = [package for package in needed_packages() if package.name in names and not package.fits]
     if wrong:
-        found = ", ".join(f"{package.requirement.name} {package.installed or '(missing)'}" for package in wrong)
-        raise ImportError(f"Flax pipelines do not run with {found}: run `{pip_command(wrong)}`, and restart.")
+        raise ImportError(
+            f"Flax pipelines do not run with {list_versions(wrong)}: run `{pip_command(wrong)}`, "
+            "and restart."
+        )
 
 
-def quiet_deprecations() -> None:
-    """Keep diffusers and transformers from announcing the removal of every Flax class that is used.
-
-    Call it before they are imported, because they read their environment variables then. diffusers still warns if a
-    pipeline of Stable Diffusion is loaded without its safety checker: the model's licence asks for that.
-    """
-    os.environ |= {"DIFFUSERS_VERBOSITY": "error", "TRANSFORMERS_VERBOSITY": "error"}
-    logging.getLogger("diffusers.pipelines.stable_diffusion.pipeline_flax_stable_diffusion").setLevel("WARNING")
+def list_versions(packages: list[Package]) -> str:
+    """Names and installed versions, as a sentence has them."""
+    return ", ".join(f"{package.name} {package.installed or '(missing)'}" for package in packages)
 
 
 def pip_command(packages: list[Package]) -> str:
     """The command that installs these packages in versions that fit."""
-    return " ".join([PIP, *(f'"{package.requirement.name}{package.requirement.specifier}"' for package in packages)])
+    wanted = [f'"{package.name}{package.allowed}"' for package in packages]
+    return " ".join([PIP, *wanted])
 
 
-def _installed_version(name: str) -> str | None:
-    return next((found.version for found in importlib.metadata.distributions(name=name)), None)
+def quiet_warnings() -> None:
+    """Show of what diffusers and transformers log only the errors.
+
+    Two warnings would otherwise stand in the output of nearly every chapter: that each Flax class
+    is deprecated and will be removed, which is why the course keeps to the last versions that have
+    them; and, on five lines, that a pipeline was loaded without its safety checker, which the
+    licence of Stable Diffusion asks users to keep for what they show to others. Chapter 4 explains
+    the safety checker and shows that warning.
+
+    Both packages read their environment variable when they are imported, so call this before.
+    """
+    os.environ["DIFFUSERS_VERBOSITY"] = "error"
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"

@@ -4,7 +4,14 @@ from pathlib import Path
 
 
 def find_data(name: str) -> Path:
-    """The path of a file or folder that a clone of the course has at its top level, and a wheel inside this package.
+    """The path of a file or folder that comes with the course.
+
+    A clone has it at its top level, and an installed wheel inside this package.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it is in neither place.
 
     Examples
     --------
@@ -15,4 +22,6 @@ def find_data(name: str) -> Path:
     for place in (package / "data", package.parent):
         if (place / name).exists():
             return place / name
-    raise FileNotFoundError(f"This installation of the course has no {name}: install the course again.")
+    raise FileNotFoundError(
+        f"This installation of the course has no {name}: install the course again."
+    )

@@ -24,19 +24,23 @@ class Timing:
 
     def __str__(self) -> str:
         spread = f"{min(self.later):.3f} to {max(self.later):.3f}"
-        return f"first call {self.first:.3f} s, then {self.steady:.3f} s (median of {len(self.later)}: {spread} s)"
+        return (
+            f"first call {self.first:.3f} s, then {self.steady:.3f} s "
+            f"(median of {len(self.later)}: {spread} s)"
+        )
 
 
 def time_calls(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any) -> Timing:
     """Time a first call and later ones apart, each until its results are there.
 
-    JAX returns before the devices are done, so every call is timed up to ``jax.block_until_ready`` of its result.
+    JAX returns before the devices are done, so every call is timed up to ``jax.block_until_ready``
+    of its result.
 
     Parameters
     ----------
     fn : callable
-        Called as ``fn(*args, **kwargs)``, ``1 + repeats`` times. It should return what it computes: what it does not
-        return cannot be waited for.
+        Called as ``fn(*args, **kwargs)``, ``1 + repeats`` times. It should return what it computes:
+        what it does not return cannot be waited for.
     repeats : int
         How many later calls, 1 or more.
 
@@ -52,7 +56,10 @@ def time_calls(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: A
     (2, True)
     """
     if not callable(fn):
-        raise TypeError(f"time_calls needs a function, but got {fn!r}: pass fn and its arguments, not its result.")
+        raise TypeError(
+            f"time_calls needs a function, but got {fn!r}: pass fn and its arguments, not its "
+            "result."
+        )
     if repeats < 1:
         raise ValueError(f"repeats is {repeats}, but a steady state needs at least 1 later call.")
     seconds = []
@@ -65,10 +72,11 @@ def time_calls(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: A
 
 @contextmanager
 def count_compilations() -> Iterator[list[str]]:
-    """List the programs that JAX compiles inside a ``with`` block, by name; their number is the list's length.
+    """List the names of the programs that JAX compiles inside a ``with`` block.
 
-    Builds on ``jax.monitoring``, where JAX reports each program that it asks the compiler for, also one that comes out
-    of the persistent compilation cache. Seconds would depend on the machine; the count does not.
+    Builds on ``jax.monitoring``, where JAX reports each program that it asks the compiler for, also
+    one that comes out of the persistent compilation cache. Seconds would depend on the machine; the
+    count does not.
 
     Examples
     --------
@@ -85,7 +93,8 @@ def count_compilations() -> Iterator[list[str]]:
         if active and event == "/jax/core/compile/backend_compile_duration":
             names.append(details.get("fun_name", "unnamed"))
 
-    # There is no public way to unregister in every supported version, so the listener goes quiet instead.
+    # There is no public way to unregister in every supported version, so the listener goes quiet
+    # instead.
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         yield names

@@ -1,0 +1,76 @@
+"""What the setup cell of each chapter does once the course is installed."""
+
+import sys
+
+from helpers import packages
+from helpers.devices import simulate_devices
+
+# The setup cell's pip may have replaced these while the kernel holds their old versions.
+REPLACED_BY_PIP = ("diffusers", "flax", "huggingface-hub", "numpy", "transformers")
+
+
+def start() -> None:
+    """Make a kernel ready for a chapter, or say in one sentence what stands in the way.
+
+    Without an accelerator, the CPU becomes eight devices, or as many as the environment variable
+    ``TUTORIAL_DEVICES`` says (``simulate_devices``), and two warnings of diffusers and
+    transformers are silenced (``quiet_warnings``).
+
+    Raises
+    ------
+    RuntimeError
+        If the kernel has loaded a package in another version than the one that is installed now.
+    ImportError
+        If a package that every chapter needs is missing or too old.
+
+    Examples
+    --------
+    >>> start()
+    """
+    packages.quiet_warnings()
+    check_loaded_versions()
+    check_installed_versions()
+    simulate_devices()
+
+
+def check_loaded_versions() -> None:
+    """Ask for a restart if the kernel loaded packages before pip replaced them."""
+    for name in REPLACED_BY_PIP:
+        module = sys.modules.get(name.replace("-", "_"))
+        loaded = getattr(module, "__version__", None)
+        installed = packages.installed_version(name)
+        if loaded and installed and loaded != installed:
+            raise RuntimeError(
+                f"Restart the kernel and run this cell again: it has loaded {name} {loaded}, and "
+                f"{name} {installed} is installed now."
+            )
+
+
+def check_installed_versions() -> None:
+    """Stop if no chapter can run, and print a sentence if some can."""
+    stopping, only_for_pipelines, newer = [], [], []
+    for package in packages.needed_packages():
+        if package.fits:
+            continue
+        if package.name in packages.ONLY_FOR_FLAX_PIPELINES:
+            only_for_pipelines.append(package)
+        elif package.is_newer:
+            newer.append(package)
+        else:
+            stopping.append(package)
+    if stopping:
+        raise ImportError(
+            f"The course does not run with {packages.list_versions(stopping)}: run "
+            f"`{packages.pip_command(stopping)}`, and restart the kernel."
+        )
+    if only_for_pipelines:
+        print(
+            f"Chapters 2 to 10 do not run with {packages.list_versions(only_for_pipelines)}: for "
+            f"these chapters, run `{packages.pip_command(only_for_pipelines)}`, and restart the "
+            "kernel."
+        )
+    if newer:
+        print(
+            f"The course was not tested with {packages.list_versions(newer)}: if a chapter fails, "
+            f"run `{packages.pip_command(newer)}`, and restart the kernel."
+        )
