@@ -1,23 +1,25 @@
-"""How Sphinx builds the site: from ``build/site/source``, where ``python -m tools.build_site`` lays the pages out."""
+"""How Sphinx builds the site from the pages that ``python -m tools.build_site`` lays out."""
 
+import itertools
 import os
 import posixpath
 import re
+import shutil
 from pathlib import Path
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.locale import _ as translate
 from sphinx.search.en import SearchEnglish
 
-from tools import publish
+from tools import set_repo
 from tools.translations import LANGUAGE as TRANSLATION
+from tools.translations import chinese_of, place_of
 
-ROOT = Path(os.environ["COURSE_ROOT"])
+ROOT = Path(__file__).resolve().parents[1]
 LANGUAGE = os.environ["COURSE_LANGUAGE"]
-PLACE = os.environ["COURSE_PLACE"]  # what the site's first folder is called in links between the languages
 OTHER = TRANSLATION if LANGUAGE == "en" else "en"
 FOLDERS = {"en": "", TRANSLATION: f"{TRANSLATION}/"}  # of the site
-SOURCES = {"en": "source", TRANSLATION: f"source-{TRANSLATION}"}
 WORDS = {
     "en": {
         "name": "English",
@@ -46,7 +48,7 @@ WORDS = {
         },
     },
 }
-REPOSITORY = publish.stamped_repository()
+REPOSITORY = set_repo.stamped_repository()
 PUBLISHED = not REPOSITORY.startswith("OWNER/")
 
 project = WORDS["en"]["title"]
@@ -62,15 +64,15 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 templates_path = ["_templates"]
-exclude_patterns = ["inventories", "docs/workshop"]
+# A page includes the workshop's plans, and two pages the files of the top level.
+exclude_patterns = ["docs/workshop", "CHANGELOG.md", "CONTRIBUTING.md"]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning stops the build
 nitpick_ignore_regex = [
-    # What docstrings say in words about types.
-    (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|tree|sequence.*|str or None|FlaxStableDiffusion.*"),
-    (
-        r"py:(class|obj)",
-        r"(collections\.abc|contextlib|diffusers|PIL|numpy\.typing|jax\.stages|jax\._src\.stages)\..*|(pathlib\.)?Path",
-    ),
+    # What docstrings say in words about types, and packages that have no inventory here.
+    (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|tree|sequence.*|str or None"),
+    (r"py:(class|obj)", r"FlaxStableDiffusion.*|(pathlib\.)?Path"),
+    (r"py:(class|obj)", r"(collections\.abc|contextlib|diffusers|PIL|numpy\.typing)\..*"),
+    (r"py:(class|obj)", r"(jax\.stages|jax\._src\.stages)\..*"),
 ]
 
 # The chapters come executed; nothing is executed here.
@@ -90,13 +92,26 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_google_docstring = False
 napoleon_preprocess_types = True
+# What docstrings call by a short name.
+napoleon_type_aliases = {
+    "Config": "~stable_diffusion.configs.Config",
+    "ScheduleConfig": "~stable_diffusion.configs.ScheduleConfig",
+    "Tokenizer": "~stable_diffusion.tokenizer.Tokenizer",
+    "Scene": "~shapes.scenes.Scene",
+}
+# What the inventories here do not have.
+nitpick_ignore_regex += [
+    ("py:class", r"jax\.ShapeDtypeStruct|(jax\.sharding|jaxlib\._jax)\..*"),
+    ("py:class", r"(numpy\.random\._generator|tokenizers)\..*"),
+    ("py:class", "iterable|pipeline"),
+]
 
 # Written by ``python -m tools.inventories``, and kept, so that the build asks no network.
 intersphinx_mapping = {
-    "python": ("https://docs.python.org/3/", "inventories/python.inv"),
-    "jax": ("https://docs.jax.dev/en/latest/", "inventories/jax.inv"),
-    "flax": ("https://flax.readthedocs.io/en/latest/", "inventories/flax.inv"),
-    "numpy": ("https://numpy.org/doc/stable/", "inventories/numpy.inv"),
+    "python": ("https://docs.python.org/3/", str(ROOT / "docs/inventories/python.inv")),
+    "jax": ("https://docs.jax.dev/en/latest/", str(ROOT / "docs/inventories/jax.inv")),
+    "flax": ("https://flax.readthedocs.io/en/latest/", str(ROOT / "docs/inventories/flax.inv")),
+    "numpy": ("https://numpy.org/doc/stable/", str(ROOT / "docs/inventories/numpy.inv")),
 }
 
 html_theme = "pydata_sphinx_theme"
@@ -105,7 +120,6 @@ html_favicon = "_static/favicon.svg"
 html_context = {"default_mode": "auto", "words": WORDS[LANGUAGE]}
 html_static_path = ["_static"]
 html_css_files = ["course.css"]
-html_extra_path = ["../downloads"] if LANGUAGE == "en" else []  # which has those of all languages
 html_copy_source = False
 html_show_sourcelink = False
 html_sidebars = {"docs/teach": []}  # it has no pages below it
@@ -129,13 +143,13 @@ def add_chapter_links(app, pagename, templatename, context, doctree):
     if pagename.startswith("notebooks/"):
         name = pagename.removeprefix("notebooks/") + ".ipynb"
         context["chapter_file"] = name
-        launched = publish.launch_links(REPOSITORY, f"{FOLDERS[LANGUAGE]}{name}")
+        launched = set_repo.launch_links(REPOSITORY, f"{FOLDERS[LANGUAGE]}{name}")
         context["chapter_launch"] = launched if PUBLISHED else []
 
 
 def add_language_switch(app, pagename, templatename, context, doctree):
-    """Give a page the address of the same page in the other language; of the landing page where there is none."""
-    source = Path(app.srcdir).with_name(SOURCES[OTHER])
+    """Give a page the address of the same page in the other language, or of the landing page."""
+    source = Path(app.srcdir).with_name(OTHER)
     written = any((source / f"{pagename}{end}").exists() for end in (".md", ".ipynb"))
     there = written or pagename in ("search", "genindex")
     other = to_place(f"{FOLDERS[OTHER]}{pagename if there else 'index'}.html", pagename)
@@ -150,44 +164,78 @@ def to_place(path: str, docname: str) -> str:
     return posixpath.relpath(path, posixpath.dirname(f"{FOLDERS[LANGUAGE]}{docname}") or ".")
 
 
-def put_in_addresses(app, doctree, docname):
-    """Links to what another project has: tools.build_site cannot know from where they will lead."""
-    for node in doctree.findall(nodes.reference):
-        if node.get("refuri", "").startswith(PLACE):
-            node["refuri"] = to_place(node["refuri"].removeprefix(PLACE), docname)
+def follow_links(app, doctree):
+    """Let links between files of the repository lead to the pages that show them.
+
+    Most links need no help, as pages lie here as they do there. The others lead to the README, for
+    which the landing page stands, to a page in the other language, or to a file that is no page.
+    """
+    here = app.env.docname
+    page = ROOT / ("docs/index" if here == "index" else here)
+    folder = page.parent if LANGUAGE == "en" else chinese_of(page).parent
+    for node in list(doctree.findall(addnodes.pending_xref)):
+        path, _, anchor = node["reftarget"].partition("#")
+        file = Path(os.path.normpath(folder / path))
+        if node["reftype"] != "myst" or node["refdomain"] == "doc" or not file.is_file():
+            continue  # where a link leads nowhere, MyST says so
+        language, place = place_of(file)
+        name = place.with_suffix("").as_posix()
+        if language == LANGUAGE and name in app.env.found_docs:
+            node["refdomain"] = "doc"
+            node["reftarget"] = name
+            node["reftargetid"] = anchor
+        elif Path(app.srcdir).with_name(language).joinpath(place).exists():
+            address = to_place(f"{FOLDERS[language]}{name}.html", here)
+            if anchor:
+                address += f"#{anchor}"
+            node.replace_self(nodes.reference("", "", *node.children, refuri=address))
+        else:
+            target = Path(app.srcdir) / place
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+            link = addnodes.download_reference("", "", *node.children, reftarget=f"/{place}")
+            node.replace_self(link)
 
 
 class SearchChinese(SearchEnglish):
-    """Chinese has no spaces, and a dictionary finds only its own words: take each sign, and each two in a row."""
+    """Finds each Chinese sign, and each two in a row.
+
+    Chinese has no spaces between words, and a dictionary finds only those that it has.
+    """
 
     lang = "zh"
     js_splitter_code = """
 function splitQuery(query) {
-  const runs = query.match(/[\\u4e00-\\u9fff]+|(?:(?![\\u4e00-\\u9fff])[\\p{Letter}\\p{Number}_])+/gu) ?? [];
-  const pairs = (run) => [...run].slice(1).map((sign, k) => run[k] + sign);
-  return runs.flatMap((run) => (run.length > 2 && /[\\u4e00-\\u9fff]/.test(run) ? pairs(run) : [run]));
+  const words = query.split(/([\\u4e00-\\u9fff]+)|[^\\p{Letter}\\p{Number}_]+/u).filter(Boolean);
+  const pairs = (word) => [...word].slice(1).map((sign, k) => word[k] + sign);
+  const isChinese = (word) => /[\\u4e00-\\u9fff]/.test(word);
+  return words.flatMap((word) => (isChinese(word) && word.length > 2 ? pairs(word) : [word]));
 }
 """
 
     def split(self, text):
-        runs = re.findall(r"[\u4e00-\u9fff]+|(?:(?![\u4e00-\u9fff])\w)+", text)
-        chinese = [run for run in runs if re.match(r"[\u4e00-\u9fff]", run)]
-        pairs = [run[k : k + n] for run in chinese for n in (1, 2) for k in range(len(run) - n + 1)]
-        return [*pairs, *(run for run in runs if run not in chinese)]
+        words = []
+        for run in re.findall(r"[\u4e00-\u9fff]+|[^\W\u4e00-\u9fff]+", text):
+            if re.match(r"[\u4e00-\u9fff]", run):
+                words += run
+                words += [first + second for first, second in itertools.pairwise(run)]
+            else:
+                words.append(run)
+        return words
 
 
 def mark_times(app, doctree):
-    """Leave what differs from run to run out of the search: the index of two builds should be the same."""
+    """Leave what differs from run to run out of the search: two builds have the same index."""
     for node in doctree.findall(nodes.Element):
         classes = node.get("classes", [])
-        if "timing" in classes:  # a table; the class of cells has a sign that Markdown would replace
+        if "timing" in classes:  # a table; what a cell with this tag has is called tag_timing
             classes.append("tag_timing")
         if "tag_timing" in classes:
             classes.append("no-search")
 
 
 def stack_wide_tables(app, doctree):
-    """Mark the tables whose cells are sentences, so that a phone shows the cells of a row one below the other."""
+    """Mark tables whose cells are sentences: a phone shows the cells of a row below each other."""
     if app.env.docname in ("docs/troubleshooting", "docs/original-guides", "docs/teach"):
         for table in doctree.findall(nodes.table):
             table["classes"].append("stacked")
@@ -197,6 +245,6 @@ def setup(app):
     app.add_search_language(SearchChinese)
     app.connect("html-page-context", add_chapter_links)
     app.connect("html-page-context", add_language_switch)
-    app.connect("doctree-resolved", put_in_addresses)
+    app.connect("doctree-read", follow_links, priority=400)  # before Sphinx collects downloads
     app.connect("doctree-read", mark_times)
     app.connect("doctree-read", stack_wide_tables)

@@ -1,7 +1,7 @@
-"""Write a checkpoint as ONNX files, for the page that draws: ``python -m tools.export_model CHECKPOINT FOLDER``.
+"""Write a checkpoint as ONNX files, for the page that draws.
 
-It runs in an environment of its own, from locks/draw.lock, because jax2onnx brings many packages that nothing else
-here needs. Weights are stored as float16, and computed with as float32.
+It runs as ``python -m tools.export_model CHECKPOINT FOLDER`` in an environment of its own, from
+locks/draw.lock, because jax2onnx brings many packages that nothing else here needs.
 """
 
 import argparse
@@ -15,24 +15,25 @@ from jax2onnx import to_onnx
 
 import stable_diffusion
 from stable_diffusion.pipeline import encode_prompts
-from stable_diffusion.unet import read_text, unet
+from stable_diffusion.unet import project_text, unet
 from stable_diffusion.vae import decode
 
-LEAST = 1024  # numbers; smaller arrays stay float32
+SMALL = 1024  # arrays with fewer numbers stay float32
 
 
-def in_half(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model, with large float32 weights stored as float16 and cast back when it is loaded."""
-    graph, casts = model.graph, []
+def store_as_float16(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Store large float32 weights of a model as float16, which it casts back when it runs."""
+    graph = model.graph
+    casts = []
     for weight in list(graph.initializer):
-        if weight.data_type != onnx.TensorProto.FLOAT or np.prod(weight.dims) < LEAST:
+        if weight.data_type != onnx.TensorProto.FLOAT or np.prod(weight.dims) < SMALL:
             continue
-        half = onnx.numpy_helper.from_array(
-            onnx.numpy_helper.to_array(weight).astype(np.float16), f"{weight.name}.half"
-        )
-        casts.append(onnx.helper.make_node("Cast", [half.name], [weight.name], to=onnx.TensorProto.FLOAT))
+        values = onnx.numpy_helper.to_array(weight).astype(np.float16)
+        half = onnx.numpy_helper.from_array(values, f"{weight.name}.half")
         graph.initializer.remove(weight)
         graph.initializer.append(half)
+        cast = onnx.helper.make_node("Cast", [half.name], [weight.name], to=onnx.TensorProto.FLOAT)
+        casts.append(cast)
     nodes = [*casts, *graph.node]
     del graph.node[:]
     graph.node.extend(nodes)
@@ -45,26 +46,35 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the files go")
     options = parser.parse_args()
     params, config, tokenize = stable_diffusion.load(options.checkpoint)
-    side, channels = config.unet.sample_size, config.unet.in_channels
 
     def text_encoder(ids):
+        """Context (2, 77, width) of the ids (2, 77) of the empty prompt and the prompt."""
         return encode_prompts(params, config, ids)[0]
 
     def denoiser(latents, timestep, context, guidance):
-        """What the UNet predicts for one image, with guidance. The context is of the empty prompt and the prompt."""
-        condition = read_text(params["unet"], config.unet, context)
-        without, with_prompt = unet(params["unet"], config.unet, jnp.tile(latents, (2, 1, 1, 1)), timestep, condition)
-        return (without + guidance * (with_prompt - without))[None]
+        """The guided prediction (1, side, side, channels); timestep and guidance are (1,)."""
+        condition = project_text(params["unet"], config.unet, context)
+        both = jnp.tile(latents, (2, 1, 1, 1))
+        unconditional, conditional = unet(params["unet"], config.unet, both, timestep, condition)
+        return (unconditional + guidance * (conditional - unconditional))[None]
 
     def decoder(latents):
+        """Images (1, height, width, 3) of latents."""
         return decode(params["vae"], config.vae, latents)
 
+    side = config.unet.sample_size
     ids = jax.eval_shape(lambda: jnp.asarray(tokenize(["", ""])))
-    latents, one = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, side, side, channels), (1,)))
+    latents = jax.ShapeDtypeStruct((1, side, side, config.unet.in_channels), jnp.float32)
+    number = jax.ShapeDtypeStruct((1,), jnp.float32)
     context = jax.eval_shape(text_encoder, ids)
-    arguments = {text_encoder: [ids], denoiser: [latents, one, context, one], decoder: [latents]}
-    for function, shapes in arguments.items():
-        onnx.save(in_half(to_onnx(function, shapes)), options.folder / f"{function.__name__}.onnx")
+    inputs = {
+        text_encoder: [ids],
+        denoiser: [latents, number, context, number],
+        decoder: [latents],
+    }
+    for function, shapes in inputs.items():
+        model = store_as_float16(to_onnx(function, shapes))
+        onnx.save(model, options.folder / f"{function.__name__}.onnx")
 
 
 if __name__ == "__main__":

@@ -1,150 +1,100 @@
-"""Write the sets for a workshop, ``build/workshop/student.zip`` and ``instructor.zip``: ``make workshop``.
+"""Write the sets for a workshop, ``student.zip`` and ``instructor.zip``: ``make workshop``.
 
-Both follow from the chapters. The student set has their solutions taken out; the instructor set has them open, and the
-speaker notes of ``docs/workshop/notes`` beneath the headings that they belong to. Each set brings the lock and the
-course's own wheel, so a class installs it from a copy and needs no repository. ``--language zh-CN`` writes
-``student-zh-CN.zip`` instead: the student set with the Chinese chapters beside the English ones.
+Both have the chapters, the pages that these link to, the lock, and the course's own wheel, so a
+class installs it from a copy and needs no repository. The students' chapters are without solutions;
+the instructor's set has the plan and the speaker notes of ``docs/workshop`` beside them.
+``--language zh-CN`` writes ``student-zh-CN.zip``: the student set with the Chinese chapters beside
+the English ones.
 """
 
 import argparse
-import copy
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from pathlib import Path
 
 import nbformat
+from nbconvert.preprocessors import TagRemovePreprocessor
 
-from tools.run_chapters import CHAPTERS
 from tools.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKSHOP = ROOT / "docs" / "workshop"
 BUILD = ROOT / "build" / "workshop"
-NOTE = "**Speaker note.** "
 
 
 def tags(cell) -> set[str]:
     return set(cell.metadata.get("tags", []))
 
 
-def student_chapter(notebook):
-    """A chapter without its solutions."""
-    notebook = copy.deepcopy(notebook)
-    notebook.cells = [cell for cell in notebook.cells if "solution" not in tags(cell)]
-    return notebook
+def write_set(name: str, language: str = "en") -> Path:
+    """Write a set, "student" or "instructor", as a folder and as a zip file of it.
 
-
-def instructor_chapter(notebook, notes: dict[str, str]):
-    """A chapter with its solutions open, and its speaker notes: cells of their own.
-
-    Raises
-    ------
-    ValueError
-        If a note belongs to a heading that the chapter does not have.
+    Returns
+    -------
+    pathlib.Path
+        The folder, in which Chinese students find the Chinese chapters as well.
     """
-    notebook = copy.deepcopy(notebook)
-    notes = dict(notes)
-    cells = []
-    for cell in notebook.cells:
-        if "solution" in tags(cell):
-            cell.metadata["tags"] = [tag for tag in cell.metadata["tags"] if tag != "hide-cell"]
-            cell.metadata.pop("jupyter", None)  # which folds it in JupyterLab
-            cell.metadata.pop("cellView", None)  # and in Colab
-        cells.append(cell)
-        here = ["", *headings(cell)] if cell is notebook.cells[0] else headings(cell)
-        for heading in here:
-            if heading in notes:
-                cells.append(note_cell(f"{cell.id}-note-{here.index(heading)}", notes.pop(heading)))
-    if notes:
-        raise ValueError(f"There are notes for headings that the chapter does not have: {', '.join(notes)}.")
-    notebook.cells = cells
-    return notebook
-
-
-def headings(cell) -> list[str]:
-    """The second-level headings of a cell."""
-    return re.findall(r"^## (.+)$", cell.source, flags=re.MULTILINE) if cell.cell_type == "markdown" else []
-
-
-def note_cell(name: str, text: str):
-    """A cell that shows a note set off from the chapter's own text."""
-    quoted = "\n".join(f"> {line}".rstrip() for line in (NOTE + text).splitlines())
-    metadata = {"tags": ["speaker-note"], "slideshow": {"slide_type": "notes"}}
-    return nbformat.v4.new_markdown_cell(quoted, id=name, metadata=metadata)
-
-
-def read_notes(chapter: Path) -> dict[str, str]:
-    """A chapter's speaker notes by heading; what stands before the first heading, under the empty name."""
-    file = WORKSHOP / "notes" / f"{chapter.stem}.md"
-    if not file.exists():
-        return {}
-    first, *parts = re.split(r"^## (.+)\n", file.read_text(), flags=re.MULTILINE)
-    notes = {"": first} | dict(zip(parts[::2], parts[1::2], strict=True))
-    return {heading: text.strip() for heading, text in notes.items() if text.strip()}
-
-
-def set_files(instructor: bool, wheel: Path, language: str = "en") -> dict[str, bytes]:
-    """The files of a set, by their names in it."""
-    rooms = {"en": [ROOT / "notebooks"], LANGUAGE: [ROOT / "notebooks", ROOT / "notebooks" / LANGUAGE]}[language]
+    folder = BUILD / (name if language == "en" else f"{name}-{language}")
+    shutil.rmtree(folder, ignore_errors=True)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    for file in ("LICENSE", "requirements.lock"):
+        shutil.copy(ROOT / file, folder)
     texts = WORKSHOP if language == "en" else ROOT / "docs" / language / "workshop"
-    readme = (texts / ("instructor.md" if instructor else "student.md")).read_text().replace("WHEEL", wheel.name)
-    files = {
-        "README.md": readme.encode(),
-        "LICENSE": (ROOT / "LICENSE").read_bytes(),
-        "requirements.lock": (ROOT / "requirements.lock").read_bytes(),
-        wheel.name: wheel.read_bytes(),
-    }
-    if instructor:
-        files["plan.md"] = b"# Plans\n\n" + (WORKSHOP / "plan.md").read_bytes()
-    for chapter in (chapter for room in rooms for chapter in sorted(room.glob("[0-9]*.ipynb"))):
-        notebook, name = nbformat.read(chapter, as_version=4), chapter.relative_to(ROOT).as_posix()
-        made = instructor_chapter(notebook, read_notes(chapter)) if instructor else student_chapter(notebook)
-        files[name] = (nbformat.writes(made) + "\n").encode()
-        for page in linked_pages(made, name):
-            files[page] = (ROOT / page).read_bytes()
-    return files
+    readme = (texts / f"{name}.md").read_text()
+    (folder / "README.md").write_text(readme.replace("WHEEL", wheel.name))
+    chapters = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    if language != "en":
+        chapters += sorted((ROOT / "notebooks" / language).glob("[0-9]*.ipynb"))
+    for chapter in chapters:
+        copy_with_links(chapter, folder)
+    if name == "student":
+        for chapter in folder.rglob("*.ipynb"):
+            remove_solutions(chapter)
+    else:
+        (folder / "plan.md").write_text(f"# Plans\n\n{(WORKSHOP / 'plan.md').read_text()}")
+        shutil.copytree(WORKSHOP / "notes", folder / "notes")
+    shutil.make_archive(str(folder), "zip", root_dir=BUILD, base_dir=folder.name)
+    return folder
 
 
-def linked_pages(notebook, name: str) -> set[str]:
-    """The repository's files that a chapter links to, but for chapters and the README, which a set has its own of."""
-    found = set()
-    for cell in notebook.cells:
-        for target in re.findall(r"\]\((\.\./[^)\s#]+)", cell.source if cell.cell_type == "markdown" else ""):
-            path = os.path.normpath(f"{os.path.dirname(name)}/{target}")
-            if path != "README.md" and not path.startswith("notebooks/") and (ROOT / path).is_file():
-                found.add(path)
-    return found
+def copy_with_links(chapter: Path, folder: Path) -> None:
+    """Copy a chapter to its place in a set, and the files that it links to, but for chapters."""
+    files = [chapter]
+    for cell in nbformat.read(chapter, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            for link in re.findall(r"\]\((\.\./[^)\s#]+)", cell.source):
+                files.append(Path(os.path.normpath(chapter.parent / link)))
+    for file in files:
+        target = folder / file.relative_to(ROOT)
+        wanted = file == chapter or (file.is_file() and file.suffix != ".ipynb")
+        if wanted and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
 
 
-def write_zip(target: Path, files: dict[str, bytes]) -> None:
-    """Write a zip file that is the same whenever its files are."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(target, "w") as archive:
-        for name, data in sorted(files.items()):
-            entry = zipfile.ZipInfo(f"{target.stem}/{name}", date_time=(2026, 1, 1, 0, 0, 0))
-            entry.external_attr = 0o644 << 16
-            archive.writestr(entry, data, zipfile.ZIP_DEFLATED)
+def remove_solutions(chapter: Path) -> None:
+    """Take the solutions out of a chapter."""
+    remover = TagRemovePreprocessor(remove_cell_tags={"solution"})
+    notebook, _ = remover.preprocess(nbformat.read(chapter, as_version=4), {})
+    nbformat.write(notebook, chapter)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--language", choices=["en", LANGUAGE], default="en", help="what the students read")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--language", choices=["en", LANGUAGE], default="en", help="what the students read"
+    )
     language = parser.parse_args().language
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        (wheel,) = Path(folder).glob("*.whl")
-        for name in ("student", "instructor") if language == "en" else (f"student-{language}",):
-            target = BUILD / f"{name}.zip"
-            write_zip(target, set_files(name == "instructor", wheel, language))
-            print(f"{os.path.relpath(target)}: {target.stat().st_size / 1e6:.0f} MB")
-    for chapter in CHAPTERS:
-        if not read_notes(chapter):
-            print(f"There are no speaker notes for {chapter.stem}: write docs/workshop/notes/{chapter.stem}.md.")
+    for name in ("student", "instructor") if language == "en" else ("student",):
+        target = write_set(name, language).with_suffix(".zip")
+        print(f"{os.path.relpath(target)}: {target.stat().st_size / 1e6:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 // settings.json.
 
 // The page's own language: texts by the English ones, {0} and so on being what is put in.
-const words = JSON.parse(document.getElementById("draw").dataset.words ?? "{}");
+const words = JSON.parse(document.getElementById("draw-texts").textContent);
 const t = (text, ...values) => (words[text] ?? text).replace(/\{(\d)\}/g, (_, k) => values[k]);
 const here = (name) => new URL(name, import.meta.url);
 const form = document.getElementById("draw");

@@ -1,6 +1,6 @@
 // Recorded images, one at a time, chosen by two sliders. Without scripts the page shows all of them side by side.
 for (const part of document.querySelectorAll(".recorded:not(.ready)")) {
-  const words = JSON.parse(part.dataset.words ?? "{}"); // as in draw.js
+  const words = JSON.parse(document.getElementById("draw-texts").textContent); // as in draw.js
   const t = (text, ...values) => (words[text] ?? text).replace(/\{(\d)\}/g, (_, k) => values[k]);
   const [steps, guidance] = part.querySelectorAll("input");
   const numbers = (slider) => slider.dataset.numbers.split(", ");
