@@ -23,62 +23,52 @@ from playwright.sync_api import sync_playwright
 
 import helpers
 from stable_diffusion.samplers import SAMPLERS, Sampler
-from tools import matrix, offline, workshop
+from tools import workshop
 
 ROOT = Path(__file__).resolve().parents[1]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-# What the person who runs the tests has set would change what they test.
-for variable in list(os.environ):
-    if variable.startswith(("COLAB_", "HF_", "JAX_", "KAGGLE_", "TUTORIAL_", "XLA_")):
-        del os.environ[variable]
-# XLA's programs for a CPU compile in half of the time, and then run more slowly. The chapters do without.
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+collect_ignore = ["makers"]  # they need PyTorch
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit all of this
+    # What the person who runs the tests has set would change what they test.
+    for variable in list(os.environ):
+        if variable.startswith(("COLAB_", "HF_", "JAX_", "KAGGLE_", "TUTORIAL_", "XLA_")):
+            del os.environ[variable]
+    # XLA's programs for a CPU compile in half of the time, and then run more slowly. So only the
+    # chapters, which pytest executes in a session of their own, run what readers run.
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    # What one worker compiles, the others and the processes that tests start need not.
+    CACHE = tempfile.TemporaryDirectory(prefix="programs-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
 helpers.simulate_devices(8)
-# What one test compiles, others need not. The chapters do without: they show what compiling costs.
-CACHE = tempfile.TemporaryDirectory(prefix="programs-")
-jax.config.update("jax_compilation_cache_dir", CACHE.name)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name  # for processes that tests start
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 diffusers.logging.set_verbosity_error()
 transformers.logging.set_verbosity_error()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--matrix", action="store_true", help="execute the chapters on all runtimes but this one")
-    parser.addoption("--site", action="store_true", help="run the tests of the site and of JupyterLab, and no others")
+    parser.addoption(
+        "--site",
+        action="store_true",
+        help="run the tests of the site and of JupyterLab, and no others",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """What looks at executed chapters comes last, for they run beside others. Only --site runs tests of the site."""
+    """Only --site runs tests of the site."""
     chosen, others = [], []
     for item in items:
         of_site = bool({"site", "lab", "executed_again"} & set(item.fixturenames))
         (chosen if of_site == config.getoption("site") else others).append(item)
-    items[:] = sorted(chosen, key=lambda item: "executed" in item.fixturenames)
+    items[:] = chosen
     config.hook.pytest_deselected(items=others)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def execute(request):
-    """A function that gives the execution of a runtime's chapters. Those here begin before the first test."""
-    wanted, started = {}, {}
-    for item in request.session.items:
-        if "executed" in item.fixturenames:
-            runtime, chapter = item.callspec.params["where_and_what"]
-            wanted.setdefault(runtime.name, {})[chapter] = None
-
-    def execute(runtime):
-        if runtime.name not in started:
-            started[runtime.name] = matrix.Execution(runtime, list(wanted[runtime.name]))
-        return started[runtime.name]
-
-    if matrix.HERE.name in wanted:
-        execute(matrix.HERE)
-        if matrix.TESTS_CORES:
-            for thread in os.listdir("/proc/self/task"):  # XLA has threads already, if collecting has started JAX
-                os.sched_setaffinity(int(thread), matrix.TESTS_CORES)
-    yield execute
-    for execution in started.values():
-        execution.stop()
+@pytest.fixture(scope="session")
+def readers_environment():
+    """The environment without those variables that make tests compile less."""
+    set_here = ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")
+    return {name: value for name, value in os.environ.items() if name not in set_here}
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +78,7 @@ def checkpoint():
 
 @pytest.fixture(scope="session")
 def load():
-    """A function that loads a checkpoint's pipeline, of either architecture, and its parameters, in float32."""
+    """A function that loads a checkpoint's pipeline and its parameters, in float32."""
     settings = {"dtype": jnp.float32, "safety_checker": None, "feature_extractor": None}
     return lambda checkpoint: FlaxDiffusionPipeline.from_pretrained(checkpoint.source, **settings)
 
@@ -110,7 +100,10 @@ def params(loaded):
 
 @pytest.fixture(scope="session")
 def any_sampler():
-    """A context manager in which there is a sampler "any": which of those named it is, is an input of a program."""
+    """A context manager in which there is a sampler "any".
+
+    Which of the named samplers it is, is an input of the program: so one program tests them all.
+    """
 
     @contextmanager
     def any_sampler(which, names):
@@ -142,7 +135,7 @@ def any_sampler():
 
 @pytest.fixture(scope="session")
 def serve():
-    """A context manager in which a handler's class answers on this machine, at the address that it gives."""
+    """A context manager in which a handler's class answers, at the address that it gives."""
 
     @contextmanager
     def serve(handler):
@@ -156,9 +149,14 @@ def serve():
 
 
 @pytest.fixture(scope="session")
-def site():
+def site(readers_environment):
     """The site's pages, built from the chapters as an earlier test or `make run` executed them."""
-    subprocess.run([sys.executable, "-m", "tools.build_site"], cwd=ROOT, check=True, env=matrix.without_tests_own())
+    subprocess.run(
+        [sys.executable, "-m", "tools.build_site"],
+        cwd=ROOT,
+        check=True,
+        env=readers_environment,
+    )
     return ROOT / "build" / "site" / "html"
 
 
@@ -179,7 +177,9 @@ def browser():
     with sync_playwright() as playwright:
         # Chromium's sandbox refuses root, which is who runs in a container.
         root = hasattr(os, "geteuid") and os.geteuid() == 0
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if root else [])
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"] if root else []
+        )
         yield browser
         browser.close()
 
@@ -209,16 +209,21 @@ def open_page(browser, address):
 
 
 @pytest.fixture(scope="session")
-def without_network():
-    """A function that runs a command without a network; where the system has none to take away, tests are skipped."""
-    if reason := offline.why_not():
-        pytest.skip(reason)
+def without_network(readers_environment):
+    """A function that runs a command without a network.
+
+    Where the system cannot take it away, tests are skipped.
+    """
+    outer = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*outer, "true"]).returncode:
+        pytest.skip("This system cannot take the network away.")
 
     def run(command, check=True, **options):
-        outer = [sys.executable, "-m", "tools.offline", *command]
-        options = {"env": matrix.without_tests_own()} | options
-        result = subprocess.run(outer, capture_output=True, cwd=ROOT, **options)
-        assert result.returncode == 0 or not check, result.stdout.decode()[-3000:] + result.stderr.decode()[-3000:]
+        options = {"env": readers_environment} | options
+        result = subprocess.run([*outer, *command], capture_output=True, cwd=ROOT, **options)
+        assert result.returncode == 0 or not check, (
+            result.stdout.decode()[-3000:] + result.stderr.decode()[-3000:]
+        )
         return result
 
     return run
@@ -227,16 +232,21 @@ def without_network():
 @pytest.fixture(scope="session")
 def sets():
     """The folders of both sets for a workshop, unpacked."""
-    subprocess.run([sys.executable, "-m", "tools.workshop"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "tools.workshop"], cwd=ROOT, check=True, capture_output=True
+    )
     for name in ("student", "instructor"):
         zipfile.ZipFile(workshop.BUILD / f"{name}.zip").extractall(workshop.BUILD)
     return {name: workshop.BUILD / name for name in ("student", "instructor")}
 
 
 @pytest.fixture(scope="session")
-def executed_again(sets, without_network, tmp_path_factory):
-    """The cells of the instructor's chapter 3, from the unpacked set, executed without a network."""
-    folder = tmp_path_factory.mktemp("again")
+def executed_again(sets, without_network):
+    """The cells of the instructor's chapter 3, executed without a network."""
     chapter = sets["instructor"] / "notebooks" / "03_replicate_shard.ipynb"
-    without_network([sys.executable, "-m", "tools.run_chapters", chapter, "--to", folder])
-    return nbformat.read(folder / chapter.name, as_version=4).cells
+    # Below the repository's root, where pytest finds its settings.
+    folder = ROOT / "build" / "again"
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = shutil.copy(chapter, folder)
+    without_network([sys.executable, "-m", "pytest", "--nbmake", "--overwrite", copy])
+    return nbformat.read(copy, as_version=4).cells

@@ -41,7 +41,9 @@ def test_the_kernel_is_refused_where_there_is_no_tpu(wrap):
 
 
 def test_an_attention_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"no attention 'fast': choose one of auto, plain, dot_product, flash"):
+    with pytest.raises(
+        ValueError, match=r"no attention 'fast': choose one of auto, plain, dot_product, flash"
+    ):
         attention.find_attention("fast")
 
 
@@ -60,7 +62,9 @@ def test_few_tokens_and_texts_stay_with_plain_attention():
 @pytest.mark.parametrize("name", ["auto", "flash"])
 def test_scores_in_float32_leave_values_in_bfloat16(name):
     """As Stable Diffusion 2.1 asks for, whose ``upcast_attention`` is on."""
-    wide, value = (jax.ShapeDtypeStruct((1, 1024, 2, 64), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    wide, value = (
+        jax.ShapeDtypeStruct((1, 1024, 2, 64), dtype) for dtype in (jnp.float32, jnp.bfloat16)
+    )
     traced = jax.jit(attention.ATTENTION[name]).trace(wide, wide, value)
     assert traced.out_info.dtype == jnp.bfloat16
     assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()

@@ -1,15 +1,12 @@
 """The chapters: how they are written. What they do when they run is in test_execution.py."""
 
-import re
-
 import nbformat
 import pytest
 
-from tools.run_chapters import CHAPTERS
+from tools.chapters import CHAPTERS
 from tools.workshop import tags
 
 TAGS = {"setup", "exercise", "solution", "predict", "timing", "hide-cell", "hide-input"}
-UPSTREAM = r"\]\(https://((docs\.)?jax\.dev|flax\.readthedocs\.io|huggingface\.co/docs)/"
 
 
 @pytest.fixture(params=CHAPTERS, ids=lambda chapter: chapter.stem)
@@ -27,14 +24,12 @@ def code(cells):
     return [cell for cell in cells if cell.cell_type == "code"]
 
 
-@pytest.fixture
-def prose(cells):
-    return [cell for cell in cells if cell.cell_type == "markdown"]
-
-
 def is_folded(cell) -> bool:
     """Whether a cell's source is hidden in JupyterLab and on Kaggle, and in Colab."""
-    return bool(cell.metadata.get("jupyter", {}).get("source_hidden")) and cell.metadata.get("cellView") == "form"
+    return (
+        bool(cell.metadata.get("jupyter", {}).get("source_hidden"))
+        and cell.metadata.get("cellView") == "form"
+    )
 
 
 def test_it_is_committed_without_outputs(code):
@@ -42,26 +37,15 @@ def test_it_is_committed_without_outputs(code):
 
 
 def test_the_setup_cell_is_the_same_everywhere():
-    setups = [cell.source for path in CHAPTERS for cell in nbformat.read(path, 4).cells if "setup" in tags(cell)]
+    setups = [
+        cell.source
+        for path in CHAPTERS
+        for cell in nbformat.read(path, 4).cells
+        if "setup" in tags(cell)
+    ]
     assert len(setups) == len(CHAPTERS)
     assert len(set(setups)) == 1
     assert setups[0].startswith("# @title Setup: run this first\n")
-    assert len(setups[0].splitlines()) <= 25
-
-
-def test_it_is_neither_short_nor_long(cells):
-    assert 15 <= len(cells) <= 40
-    assert [cell.source for cell in cells if len(cell.source.splitlines()) > 30] == []
-
-
-def test_it_opens_and_ends_as_every_chapter(chapter, cells):
-    opening, ending = cells[0].source, cells[-1].source
-    assert re.match(rf"# {int(chapter.stem[:2])}\. ", opening)
-    assert "In this chapter you will" in opening
-    assert "You need" in opening
-    assert re.search(r"On\s+a\s+CPU", opening)
-    assert any("## What you learned" in cell.source for cell in cells)
-    assert ending.startswith("Next")
 
 
 def test_no_tag_permits_an_error(code):
@@ -70,40 +54,26 @@ def test_no_tag_permits_an_error(code):
 
 
 def test_setup_and_solutions_are_folded_everywhere_under_a_title(code):
-    folded = [cell for cell in code if tags(cell) & {"setup", "solution"}]
-    assert [cell.source for cell in folded if not (is_folded(cell) and cell.source.startswith("# @title "))] == []
+    for cell in code:
+        if tags(cell) & {"setup", "solution"}:
+            assert is_folded(cell) and cell.source.startswith("# @title "), cell.source
 
 
 def test_each_exercise_has_a_solution(code):
-    exercises = [k for k, cell in enumerate(code) if "exercise" in tags(cell)]
-    assert 2 <= len(exercises) <= 3
-    assert all({"solution", "hide-cell"} <= tags(code[k + 1]) for k in exercises)
+    for number, cell in enumerate(code):
+        if "exercise" in tags(cell):
+            assert {"solution", "hide-cell"} <= tags(code[number + 1]), cell.source
 
 
-def test_the_reader_predicts_a_figure_and_the_next_code_answers(cells):
-    following = [cells[k + 1 :] for k, cell in enumerate(cells) if "**Predict.**" in cell.source]
-    answers = [next(cell for cell in after if cell.cell_type == "code") for after in following]
-    assert answers
-    assert all("predict" in tags(cell) for cell in answers)
-    assert sum("predict" in tags(cell) for cell in cells) == len(answers)
-
-
-def test_it_links_to_the_pages_that_it_stands_on(prose):
-    assert any(re.search(UPSTREAM, cell.source) for cell in prose)
-
-
-def test_its_links_to_other_chapters_lead_somewhere(chapter, cells):
-    targets = [target for cell in cells for target in re.findall(r"\]\(([^)#]+\.ipynb)", cell.source)]
-    assert [target for target in targets if not (chapter.parent / target).exists()] == []
-
-
-def test_it_never_counts_on_a_number_of_devices(prose):
-    """Prose may tell what others promised or published, but not what the reader has."""
-    for cell in prose:
-        assert not re.search(r"\b(8|eight) (simulated )?devices\b(?! the guides)", cell.source) or re.search(
-            "guides|Kaggle|on 8 devices, on 3", cell.source
-        ), cell.source
+def test_an_answer_follows_each_prediction(chapter, cells):
+    """In one of the next three code cells: the first ones may prepare it."""
+    predictions = [k for k, cell in enumerate(cells) if "**Predict.**" in cell.source]
+    assert predictions or chapter.stem == "00_first_images"
+    for k in predictions:
+        code = [cell for cell in cells[k + 1 :] if cell.cell_type == "code"]
+        assert any("predict" in tags(cell) for cell in code[:3]), cells[k].source
 
 
 def test_no_assertion_depends_on_a_clock(code):
-    assert [cell.source for cell in code if "timing" in tags(cell) and "assert" in cell.source] == []
+    for cell in code:
+        assert not ("timing" in tags(cell) and "assert" in cell.source), cell.source

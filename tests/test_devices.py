@@ -11,9 +11,11 @@ import helpers
 from helpers import devices
 
 
-@pytest.mark.parametrize(("asked", "environment", "count"), [(3, {}, 3), (8, {"TUTORIAL_DEVICES": "1"}, 1)])
+@pytest.mark.parametrize(
+    ("asked", "environment", "count"), [(3, {}, 3), (8, {"TUTORIAL_DEVICES": "1"}, 1)]
+)
 def test_the_cpu_becomes_as_many_devices_as_asked_for_without_a_word(asked, environment, count):
-    """The environment's number overrides the program's, and an installed libtpu without a TPU stays quiet."""
+    """The environment overrides the program, and libtpu stays quiet where there is no TPU."""
     code = f"import helpers, jax; helpers.simulate_devices({asked}); print(jax.device_count())"
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
@@ -37,7 +39,9 @@ def test_asking_again_for_the_same_number_is_harmless():
 
 
 def test_asking_for_a_different_number_after_jax_started_says_to_restart():
-    with pytest.raises(RuntimeError, match=r"started with 8 CPU device\(s\) and cannot change to 5: restart"):
+    with pytest.raises(
+        RuntimeError, match=r"started with 8 CPU device\(s\) and cannot change to 5: restart"
+    ):
         helpers.simulate_devices(5)
 
 
@@ -59,7 +63,10 @@ class FakeDevice:
 def test_the_report_of_an_accelerator_has_the_memory_of_each_device(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [FakeDevice()] * 4)
     report = helpers.device_report()
-    assert "4 device(s) of platform 'tpu', kind 'TPU v5 lite', with 16.0 GiB of memory on each" in report
+    assert (
+        "4 device(s) of platform 'tpu', kind 'TPU v5 lite', with 16.0 GiB of memory on each"
+        in report
+    )
     assert "CPU run" not in report
 
 

@@ -12,7 +12,9 @@ def image(value=0.5, side=64):
     return np.full((1, side, side, 3), value, np.float32)
 
 
-@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (3, 1, 3), (7, 2, 4), (8, 2, 4), (16, 4, 4)])
+@pytest.mark.parametrize(
+    ("count", "rows", "columns"), [(1, 1, 1), (3, 1, 3), (7, 2, 4), (8, 2, 4), (16, 4, 4)]
+)
 def test_any_number_of_images_makes_a_grid(count, rows, columns):
     grid = image_grid(np.zeros((count, 64, 64, 3)))
     assert grid.size == (columns * 196 - 4, rows * 196 - 4)
@@ -39,7 +41,9 @@ def test_all_kinds_of_images_look_the_same():
 
 def test_small_images_are_enlarged_without_new_colours():
     checkers = np.indices((64, 64)).sum(0) % 2
-    grid = np.asarray(image_grid(np.repeat(checkers[None, :, :, None], 3, axis=-1).astype(np.float32)))
+    grid = np.asarray(
+        image_grid(np.repeat(checkers[None, :, :, None], 3, axis=-1).astype(np.float32))
+    )
     assert grid.shape[:2] == (192, 192)
     assert set(np.unique(grid[..., :3])) == {0, 255}
 

@@ -54,9 +54,13 @@ def test_a_list_is_spread_in_order(pipeline):
 
 
 def test_prompts_that_do_not_fill_the_devices_are_refused(pipeline):
-    with pytest.raises(ValueError, match="5 prompts cannot be spread over 8 devices: give 8, or repeat them"):
+    with pytest.raises(
+        ValueError, match="5 prompts cannot be spread over 8 devices: give 8, or repeat them"
+    ):
         prepare_prompts(pipeline, ["a heart"] * 5)
-    with pytest.raises(ValueError, match="11 prompts cannot be spread over 8 devices: give 8 or 16"):
+    with pytest.raises(
+        ValueError, match="11 prompts cannot be spread over 8 devices: give 8 or 16"
+    ):
         prepare_prompts(pipeline, ["a heart"] * 11)
 
 
@@ -74,14 +78,15 @@ def test_prompts_that_are_no_strings_are_refused(pipeline, prompts):
 def test_a_long_prompt_warns_with_what_is_cut_off(pipeline):
     prompt = "a heart " * 37 + "a star on a white background"
     with pytest.warns(
-        UserWarning, match="80 tokens, and the text encoder reads 75.*'on a white background'|it will not see"
+        UserWarning,
+        match=r"^A prompt has 80 tokens, and 75 are read: not 'star on a white background'\.$",
     ):
         ids = prepare_prompts(pipeline, prompt)
     assert ids.shape == (8, 1, 77)
 
 
 def test_the_warning_shows_exactly_the_lost_words(pipeline):
-    with pytest.warns(UserWarning, match="it will not see: 'white background'$"):
+    with pytest.warns(UserWarning, match="not 'white background'"):
         prepare_prompts(pipeline, "a heart " * 36 + "a star on white background")
 
 

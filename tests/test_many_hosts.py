@@ -1,7 +1,7 @@
 """Processes that draw: what comes out, and what happens when something goes wrong.
 
-Chapter 10 has two of them draw together, kills one, and lets a single one go on: it compares the images bit for bit,
-and test_execution.py looks at what is printed.
+Chapter 10 has two of them draw together, kills one, and lets a single one go on: it compares the
+images bit for bit, and test_execution.py looks at what is printed.
 """
 
 import os
@@ -23,7 +23,11 @@ from course.hosts import worker
 from course.hosts.launch import launch
 
 # One more round than four devices can fill.
-PROMPTS = [f"a large {color} {shape} on a white background" for color in ("red", "blue") for shape in ("heart", "star")]
+PROMPTS = [
+    f"a large {color} {shape} on a white background"
+    for color in ("red", "blue")
+    for shape in ("heart", "star")
+]
 PROMPTS += ["a small purple moon on a pink background", "a large orange cross on a blue background"]
 PROMPTS += ["a medium yellow circle on a black background"]
 NAMES = [worker.image_name(index) for index in range(len(PROMPTS))]
@@ -56,19 +60,24 @@ def run(*command, env) -> subprocess.CompletedProcess:
 
 
 def launch_worker(folder, out, env, processes=1, devices=DEVICES):
-    options = ("-n", processes, "--devices", devices, "--time-limit", 500)
-    files = ("--prompts", folder / "prompts.txt", "--out", out)
-    return run("-m", "course.hosts.launch", *options, "--", "-m", "course.hosts.worker", *files, env=env)
+    start = ("-m", "course.hosts.launch", "-n", processes, "--devices", devices)
+    limit = ("--time-limit", 500)
+    program = ("-m", "course.hosts.worker", "--prompts", folder / "prompts.txt", "--out", out)
+    return run(*start, *limit, "--", *program, env=env)
 
 
 def left_over(text: str) -> list[psutil.Process]:
     """Processes that have a text in their command lines."""
-    return [p for p in psutil.process_iter(["cmdline"]) if text in " ".join(p.info["cmdline"] or [])]
+    return [
+        p for p in psutil.process_iter(["cmdline"]) if text in " ".join(p.info["cmdline"] or [])
+    ]
 
 
 def snapshot(out: Path) -> dict[str, tuple[bytes, int]]:
     """Every file of a folder: its contents, and when they were written."""
-    return {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in sorted(out.iterdir())}
+    return {
+        file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in sorted(out.iterdir())
+    }
 
 
 def read_image(file: Path):
@@ -119,7 +128,8 @@ def test_a_restart_draws_what_is_missing_and_nothing_twice(finished):
     after = snapshot(out)
     assert sorted(after) == NAMES
     assert all(after[name] == file for name, file in before.items())
-    assert f"{len(PROMPTS)} prompt(s), {len(before)} drawn already; 2 round(s) to go, on {DEVICES} device(s)" in output
+    assert f"{len(PROMPTS)} prompt(s), {len(before)} drawn already; 2 round(s) to go" in output
+    assert f"on {DEVICES} device(s) of 1 process(es)" in output
     assert "6 of 6 image(s) written" in output, "what fills the last round is not written"
 
 
@@ -135,9 +145,11 @@ def test_each_image_says_what_it_shows_and_who_drew_it(finished, checkpoint):
 
 
 def test_a_folder_that_cannot_be_written_is_reported_at_once(folder, environment):
-    result = launch_worker(folder, folder / "prompts.txt" / "out", environment, processes=2, devices=1)
+    out = folder / "prompts.txt" / "out"
+    result = launch_worker(folder, out, environment, processes=2, devices=1)
     assert result.returncode == 1
-    assert "Images cannot be written to" in result.stdout and "give a different --out" in result.stdout, result.stdout
+    assert "Images cannot be written to" in result.stdout, result.stdout
+    assert "give a different --out" in result.stdout
     assert "[launch] process" in result.stdout and "ended with status 1" in result.stdout
     assert "Traceback" not in result.stdout
 
@@ -147,8 +159,9 @@ def test_a_worker_that_waits_in_vain_says_so_in_the_time_set(folder):
     waiting = []
     for number in (0, 1):
         address = f"127.0.0.1:{launcher.free_port()}"
-        command = [sys.executable, "-m", "course.hosts.worker", "--prompts", "x", "--out", "x", "--start-timeout=2"]
+        command = [sys.executable, "-m", "course.hosts.worker", "--prompts=x", "--out=x"]
         command += [f"--coordinator={address}", "--processes=2", f"--process-id={number}"]
+        command += ["--start-timeout=2"]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -162,9 +175,11 @@ def test_a_worker_that_waits_in_vain_says_so_in_the_time_set(folder):
 
 
 def test_without_a_cluster_the_worker_says_what_to_give():
-    result = run("-m", "course.hosts.worker", "--prompts", "x", "--out", "x", env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = run("-m", "course.hosts.worker", "--prompts=x", "--out=x", env=environment)
     assert result.returncode == 1
-    assert "JAX finds no cluster here" in result.stdout and "course.hosts.launch" in result.stdout, result.stdout
+    assert "JAX finds no cluster here" in result.stdout, result.stdout
+    assert "course.hosts.launch" in result.stdout
 
 
 def test_a_key_follows_from_the_seed_and_the_index_alone():
@@ -189,7 +204,10 @@ def test_images_of_other_work_are_not_taken_for_ones_own(tmp_path, checkpoint):
     mine = worker.describe(["a red heart", "a blue star"], 0, checkpoint)
     worker.write_image(tmp_path / NAMES[0], np.zeros((8, 8, 3), np.uint8), mine[0])
     assert worker.find_missing(tmp_path, mine) == [1]
-    for other in (worker.describe(["a green ring"], 0, checkpoint), worker.describe(["a red heart"], 1, checkpoint)):
+    for other in (
+        worker.describe(["a green ring"], 0, checkpoint),
+        worker.describe(["a red heart"], 1, checkpoint),
+    ):
         with pytest.raises(RuntimeError, match="is there already with the"):
             worker.find_missing(tmp_path, other)
     (tmp_path / NAMES[1]).write_bytes(b"no image")
@@ -210,19 +228,22 @@ def test_the_launcher_tells_each_process_where_to_meet(capsys):
     assert launch(["-c", "import sys; print(*sys.argv[1:])"], processes=3) == 0
     lines = sorted(capsys.readouterr().out.splitlines())
     (address,) = {re.search(r"--coordinator=(127\.0\.0\.1:\d+) ", line).group(1) for line in lines}
-    assert lines == [f"[{k}] --coordinator={address} --processes=3 --process-id={k}" for k in range(3)]
+    assert lines == [
+        f"[{k}] --coordinator={address} --processes=3 --process-id={k}" for k in range(3)
+    ]
 
 
 def test_processes_have_the_same_number_of_threads_however_the_devices_are_grouped(capsys):
     code = "import os; print(os.environ['NPROC'])"
     for processes, devices in ((2, 32), (1, 64)):
         assert launch(["-c", code], processes, devices) == 0
-    assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()} == {str(max(64, os.cpu_count()))}
+    printed = {line.split()[-1] for line in capsys.readouterr().out.splitlines()}
+    assert printed == {str(max(64, os.cpu_count()))}
 
 
 def test_the_launcher_names_a_program_that_fails_and_shows_its_last_words(capsys):
-    code = "import sys, time; sys.exit('no luck') if sys.argv[-1] == '--process-id=1' else time.sleep(60)"
-    assert launch(["-c", code]) == 1
+    code = "import sys, time\nif sys.argv[-1] == '--process-id=1':\n    sys.exit('no luck')\n"
+    assert launch(["-c", code + "time.sleep(60)"]) == 1
     output = capsys.readouterr().out
     assert "[1] no luck" in output
     assert re.search(r"\[launch\] process 1 \(pid \d+\) ended with status 1\n", output)
@@ -239,8 +260,13 @@ def test_the_launcher_kills_what_does_not_stop_by_itself(capsys, monkeypatch, tm
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_the_launcher_stops_its_processes_when_it_is_stopped(number, status, tmp_path):
-    sleeping = [sys.executable, "-m", "course.hosts.launch", "--", "-c", "print('up'); import time; time.sleep(60)"]
-    process = subprocess.Popen([*sleeping, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    sleep = "print('up'); import time; time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "course.hosts.launch", "--", "-c", sleep, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     assert sorted(process.stdout.readline() for _ in range(2)) == ["[0] up\n", "[1] up\n"]
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
@@ -283,7 +309,11 @@ def test_processes_do_not_outlive_a_launcher_that_is_killed(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [([], "nothing to run"), (["-n", "0", "--", "x.py"], "processes is 0"), (["x.py"], "put -- before the program")],
+    [
+        ([], "nothing to run"),
+        (["-n", "0", "--", "x.py"], "processes is 0"),
+        (["x.py"], "put -- before the program"),
+    ],
 )
 def test_the_launcher_refuses_what_makes_no_sense(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["launch", *arguments])

@@ -1,13 +1,10 @@
-"""Whole images of stable_diffusion/: like those of the Flax pipelines and of PyTorch, on all devices, from any input.
+"""Whole images of stable_diffusion/: those of the Flax pipelines and of PyTorch, from any input.
 
-PyTorch's images were recorded by training/pytorch_reference.py. Since ours match both, the images of the Flax pipelines
-match those of PyTorch.
+``python -m tests.makers.reference`` recorded PyTorch's. Since ours match both, the images of the
+Flax pipelines match those of PyTorch.
 """
 
 import functools
-import json
-import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import stable_diffusion
-from course.collectives import count_collectives
+from course.tpu.collectives import count_collectives
 from helpers import bundled_checkpoint, count_compilations
 from stable_diffusion import (
     STATIC,
@@ -33,15 +30,14 @@ from stable_diffusion import (
 )
 from stable_diffusion.configs import read_class
 from stable_diffusion.samplers import SAMPLERS
-from training import pytorch_reference as reference
+from tests.makers import common
 
-ROOT = Path(__file__).resolve().parents[1]
-GUIDANCE = 3.0
+GUIDANCE = common.GUIDANCE
 
 
 @pytest.fixture(scope="module")
 def recorded():
-    return np.load(ROOT / "tests" / "fixtures" / "pytorch-model.npz")
+    return np.load(common.FIXTURES / "pytorch-model.npz")
 
 
 @pytest.fixture(scope="module", params=["shapes-sd", "shapes-sdxl"])
@@ -50,23 +46,42 @@ def checkpoint(request):
 
 
 @pytest.fixture(scope="module")
+def own_sampler(checkpoint):
+    return {"shapes-sd": "ddim", "shapes-sdxl": "euler"}[checkpoint.name]
+
+
+@pytest.fixture(scope="module")
 def model(checkpoint):
     return stable_diffusion.load(checkpoint.source)
 
 
 def compile_drawing(model, recorded, any_sampler, samplers):
-    """A function that draws the recorded prompts from the recorded latents with one of these samplers."""
+    """A function that draws the recorded prompts from the recorded latents with these samplers."""
     params, config, tokenize = model
-    ids, empty = tokenize(reference.PROMPTS), None if config.is_xl else tokenize([""])
+    ids = tokenize(common.PROMPTS)
+    negative_ids = None if config.is_xl else tokenize([""])
     latents = np.moveaxis(recorded["latents"], 1, -1)
 
     def draw_any(params, which, steps):
         with any_sampler(which, samplers):
-            inputs = ids, jax.random.key(0), empty, steps, GUIDANCE, latents
-            return generate(params, config, *inputs, sampler="any")
+            return generate(
+                params,
+                config,
+                ids,
+                jax.random.key(0),
+                negative_ids,
+                steps,
+                GUIDANCE,
+                latents,
+                sampler="any",
+            )
 
     program = jax.jit(draw_any).lower(params, 0, 1).compile()
-    return lambda sampler: np.asarray(program(params, samplers.index(sampler), reference.STEPS[sampler]))
+
+    def draw(sampler):
+        return np.asarray(program(params, samplers.index(sampler), common.STEPS[sampler]))
+
+    return draw
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +99,13 @@ def draw_as_flax(model, recorded, any_sampler, own_sampler):
 
 
 @pytest.fixture(scope="module")
-def own_sampler(checkpoint):
-    return {"shapes-sd": "ddim", "shapes-sdxl": "euler"}[checkpoint.name]
-
-
-@pytest.fixture(scope="module")
 def flax_images(load, checkpoint, recorded, own_sampler):
     """Images of the checkpoint's Flax pipeline, by the sampler that it comes with."""
-    pipeline, params = load(checkpoint)
-    ids, steps, side = pipeline.prepare_inputs(reference.PROMPTS), reference.STEPS[own_sampler], checkpoint.height
-    program = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
+    flax_pipeline, params = load(checkpoint)
+    ids = flax_pipeline.prepare_inputs(common.PROMPTS)
+    steps = common.STEPS[own_sampler]
+    side = checkpoint.height
+    program = jax.jit(flax_pipeline._generate, static_argnums=(3, 4, 5))
     return program(ids, params, None, steps, side, side, GUIDANCE, recorded["latents"])
 
 
@@ -107,7 +119,9 @@ def test_images_are_those_of_the_flax_pipeline(draw, flax_images, own_sampler):
     assert farthest(draw(own_sampler), flax_images) <= 1
 
 
-def test_with_the_gelu_and_epsilon_of_flax_they_are_so_to_a_hundredth(draw_as_flax, flax_images, own_sampler):
+def test_with_the_gelu_and_epsilon_of_flax_they_are_so_to_a_hundredth(
+    draw_as_flax, flax_images, own_sampler
+):
     assert farthest(draw_as_flax(own_sampler), flax_images) <= 0.01
 
 
@@ -118,8 +132,18 @@ def test_images_are_those_of_pytorchs_pipeline(draw, recorded, checkpoint, sampl
 
 # A small model with all parts, whose images mean nothing: what follows is true of any.
 SMALL = Config(
-    (TextConfig(99, 16, 32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=7, eos_token_id=98),),
-    UNetConfig(
+    text=(
+        TextConfig(
+            vocab_size=99,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=7,
+            eos_token_id=98,
+        ),
+    ),
+    unet=UNetConfig(
         sample_size=8,
         down_block_types=("DownBlock2D",),
         up_block_types=("UpBlock2D",),
@@ -129,10 +153,12 @@ SMALL = Config(
         cross_attention_dim=16,
         attention_head_dim=2,
     ),
-    VAEConfig(block_out_channels=(8,), norm_num_groups=4),
-    ScheduleConfig("ddim", steps_offset=1),
+    vae=VAEConfig(block_out_channels=(8,), norm_num_groups=4),
+    schedule=ScheduleConfig("ddim", steps_offset=1),
 )
-IDS, NEGATIVE = np.arange(8 * 7).reshape(8, 1, 7), np.full((1, 1, 7), 98)
+IDS = np.arange(8 * 7).reshape(8, 1, 7)
+NEGATIVE = np.full((1, 1, 7), 98)
+ALL_NEGATIVE = np.repeat(NEGATIVE, 8, axis=0)
 KEYS = jax.random.split(jax.random.key(0), 8)
 program = jax.jit(generate, static_argnames=STATIC)
 
@@ -140,8 +166,13 @@ program = jax.jit(generate, static_argnames=STATIC)
 @pytest.fixture(scope="module")
 def small():
     """Made-up parameters of the small model."""
-    random, shapes = np.random.default_rng(0), stable_diffusion.parameter_shapes(SMALL)
-    return jax.tree.map(lambda s: random.standard_normal(s.shape, s.dtype) / np.sqrt(np.prod(s.shape[:-1])), shapes)
+    random = np.random.default_rng(0)
+
+    def make_up(shape):
+        numbers = random.standard_normal(shape.shape, shape.dtype)
+        return numbers / np.sqrt(np.prod(shape.shape[:-1]))
+
+    return jax.tree.map(make_up, stable_diffusion.parameter_shapes(SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -153,12 +184,12 @@ def image(small):
 @pytest.fixture(scope="module")
 def images(small):
     """All prompts' images on one device, with a negative prompt for each."""
-    return np.asarray(program(small, SMALL, IDS, KEYS, np.repeat(NEGATIVE, 8, axis=0), 3, GUIDANCE))
+    return np.asarray(program(small, SMALL, IDS, KEYS, ALL_NEGATIVE, 3, GUIDANCE))
 
 
 @pytest.fixture(scope="module")
 def draw_on(small):
-    """A function that draws an image on each of some devices, by ``shard_map`` or by ``jit`` alone, once."""
+    """A function that draws an image on each of some devices, by ``shard_map`` or ``jit`` alone."""
 
     def draw(params, ids, keys):
         return generate(params, SMALL, ids, keys, NEGATIVE, 3, GUIDANCE)
@@ -166,10 +197,21 @@ def draw_on(small):
     @functools.cache
     def draw_on(devices, mapped):
         mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P("data")}
-        function = jax.shard_map(draw, mesh=mesh, **specs, check_vma=False) if mapped else draw
-        inputs = jax.device_put(small, whole), *jax.device_put((IDS[:devices], KEYS[:devices]), split)
+        function = draw
+        if mapped:
+            function = jax.shard_map(
+                draw,
+                mesh=mesh,
+                in_specs=(P(), P("data"), P("data")),
+                out_specs=P("data"),
+                check_vma=False,
+            )
+        split = NamedSharding(mesh, P("data"))
+        inputs = (
+            jax.device_put(small, NamedSharding(mesh, P())),
+            jax.device_put(IDS[:devices], split),
+            jax.device_put(KEYS[:devices], split),
+        )
         compiled = jax.jit(function).lower(*inputs).compile()
         return np.asarray(compiled(*inputs)), count_collectives(compiled)
 
@@ -177,7 +219,9 @@ def draw_on(small):
 
 
 @pytest.mark.parametrize("devices", [3, 8])
-def test_with_shard_map_an_image_is_the_same_to_the_bit_on_any_number_of_devices(draw_on, image, devices):
+def test_with_shard_map_an_image_is_the_same_to_the_bit_on_any_number_of_devices(
+    draw_on, image, devices
+):
     found, _ = draw_on(devices, True)
     assert len(found) == devices
     assert np.array_equal(found[:1], image)
@@ -199,14 +243,14 @@ def test_a_different_negative_prompt_gives_different_images(small, image):
 
 
 def test_each_image_follows_its_own_prompts_and_key(small, images):
-    turned = program(small, SMALL, IDS[::-1], KEYS[::-1], np.repeat(NEGATIVE, 8, axis=0), 3, GUIDANCE)
+    turned = program(small, SMALL, IDS[::-1], KEYS[::-1], ALL_NEGATIVE, 3, GUIDANCE)
     assert farthest(turned[::-1], images) < 0.01
     assert farthest(turned, images) > 1
 
 
 def test_guidance_may_differ_from_image_to_image(small, images):
     scales = np.float32([GUIDANCE] * 4 + [0] * 4)
-    found = program(small, SMALL, IDS, KEYS, np.repeat(NEGATIVE, 8, axis=0), 3, scales)
+    found = program(small, SMALL, IDS, KEYS, ALL_NEGATIVE, 3, scales)
     assert farthest(found[:4], images[:4]) < 0.01
     assert farthest(found[4:], images[4:]) > 1
 
@@ -218,7 +262,10 @@ def test_without_guidance_a_prompt_is_drawn_as_guidance_0_draws_the_negative_one
 
 def test_different_steps_and_guidance_compile_nothing(small, image):
     with count_compilations() as compiled:
-        others = [program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE, *new) for new in ((4, GUIDANCE), (3, 7.5))]
+        others = [
+            program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE, *new)
+            for new in ((4, GUIDANCE), (3, 7.5))
+        ]
     assert compiled == []
     assert all(farthest(other, image) > 1 for other in others)
 
@@ -245,10 +292,11 @@ def test_one_key_stands_for_the_noise_that_pipelines_draw_from_it(small, monkeyp
 
 @pytest.fixture(scope="module")
 def sd():
-    """Stable Diffusion 1.4 without its numbers: its configuration, and the shapes of good inputs."""
-    config = stable_diffusion.read_config(ROOT / "course" / "tpu" / "configurations" / "sd")
+    """Stable Diffusion 1.4 without its numbers: its configuration and shapes of good inputs."""
+    config = stable_diffusion.read_config(common.ROOT / "course" / "tpu" / "configurations" / "sd")
     params = stable_diffusion.parameter_shapes(config, jnp.bfloat16)
-    ids, key = jax.ShapeDtypeStruct((2, 1, 77), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
+    ids = jax.ShapeDtypeStruct((2, 1, 77), jnp.int32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
     return config, {"params": params, "ids": ids, "key": key, "negative_ids": ids}
 
 
@@ -264,14 +312,29 @@ def test_shapes_alone_tell_the_shape_of_the_images(sd):
 @pytest.mark.parametrize(
     ("part", "name", "shape", "sentence"),
     [
-        ("unet", "conv_in.bias", None, r"The parameter conv_in.bias is missing: give .* has it as \(320,\)\."),
-        ("unet", "conv_in.bias", (4,), r"The parameter conv_in.bias has the shape \(4,\): give .* as \(320,\)\."),
-        ("vae", "post_quant_conv.weight", (1, 1, 4, 3), "The parameter post_quant_conv.weight has the shape"),
+        (
+            "unet",
+            "conv_in.bias",
+            None,
+            r"The parameter conv_in.bias is missing: give .* has it as \(320,\)\.",
+        ),
+        (
+            "unet",
+            "conv_in.bias",
+            (4,),
+            r"The parameter conv_in.bias has the shape \(4,\): give .* as \(320,\)\.",
+        ),
+        (
+            "vae",
+            "post_quant_conv.weight",
+            (1, 1, 4, 3),
+            "The parameter post_quant_conv.weight has the shape",
+        ),
     ],
 )
 def test_a_parameter_that_is_missing_or_does_not_fit_is_named(sd, part, name, shape, sentence):
     config, inputs = sd
-    params = {of: dict(shapes) for of, shapes in inputs["params"].items()}
+    params = {key: dict(shapes) for key, shapes in inputs["params"].items()}
     del params[part][name]
     if shape:
         params[part][name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -282,14 +345,20 @@ def test_a_parameter_that_is_missing_or_does_not_fit_is_named(sd, part, name, sh
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"ids": np.zeros((2, 77), int)}, r"The token ids have the shape \(2, 77\): give \('prompts', 1, 77\)"),
+        (
+            {"ids": np.zeros((2, 77), int)},
+            r"The token ids have the shape \(2, 77\): give \('prompts', 1, 77\)",
+        ),
         ({"ids": np.zeros((2, 2, 77), int)}, r"The token ids have the shape \(2, 2, 77\): give"),
         (
             {"negative_ids": np.zeros((3, 1, 77), int)},
             r"The negative ids have the shape \(3, 1, 77\): give \(2, 1, 77\)",
         ),
         ({"negative_ids": None}, "Guidance needs negative_ids: give token ids"),
-        ({"latents": np.zeros((2, 4, 64, 64))}, r"are for \(2, 4, 64, 64\): give them for \(2, 64, 64, 4\)\."),
+        (
+            {"latents": np.zeros((2, 4, 64, 64))},
+            r"are for \(2, 4, 64, 64\): give them for \(2, 64, 64, 4\)\.",
+        ),
         (
             {"key": jax.random.split(jax.random.key(0), 3)},
             r"are for \(3, 64, 64, 4\): give them for \(2, 64, 64, 4\)\.",
@@ -309,10 +378,20 @@ def test_inputs_of_the_wrong_shape_are_answered_by_a_sentence(sd, changes, sente
         ({"steps": 999}, "The number of steps is 999: choose a whole number from 1 to 998."),
         ({"steps": 2.5}, "The number of steps is 2.5: choose a whole number from 1 to 998."),
         ({"height": 0}, "This UNet cannot halve images of 0 × 512 pixels: choose multiples of 64."),
-        ({"height": 500}, "This UNet cannot halve images of 500 × 512 pixels: choose multiples of 64."),
-        ({"width": -64}, "This UNet cannot halve images of 512 × -64 pixels: choose multiples of 64."),
+        (
+            {"height": 500},
+            "This UNet cannot halve images of 500 × 512 pixels: choose multiples of 64.",
+        ),
+        (
+            {"width": -64},
+            "This UNet cannot halve images of 512 × -64 pixels: choose multiples of 64.",
+        ),
         ({"sampler": "heun"}, "There is no sampler 'heun': choose one of ddim, euler"),
         ({"attention": "fast"}, "There is no attention 'fast': choose one of auto"),
+        (
+            {"guided": False, "guidance_axis": "half"},
+            "Without guidance there are no halves of it for the axis 'half': leave out",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_answered_by_a_sentence(sd, options, sentence):
@@ -323,46 +402,38 @@ def test_options_that_cannot_be_are_answered_by_a_sentence(sd, options, sentence
 @pytest.mark.parametrize(
     ("options", "kind", "sentence"),
     [
-        ({}, "UNet3DConditionModel", "a file is for UNet3DConditionModel, .* choose one of CLIPTextModel, "),
-        ({"act_fn": "gelu"}, "UNet2DConditionModel", "a file asks for act_fn = 'gelu', .*: it has 'silu'."),
-        ({"down_block_types": ["AttnDownBlock2D"]}, "UNet2DConditionModel", "asks for down_block_types = .*: it has"),
-        ({"class_embed_type": "timestep"}, "UNet2DConditionModel", "asks for class_embed_type = 'timestep', which"),
-        ({"layers_per_block": [1, 2]}, "UNet2DConditionModel", r"asks for layers_per_block = \[1, 2\], which"),
-        ({"use_karras_sigmas": True}, "EulerDiscreteScheduler", "asks for use_karras_sigmas = True, which"),
+        (
+            {},
+            "UNet3DConditionModel",
+            "a file is for UNet3DConditionModel, .* choose one of CLIPTextModel, ",
+        ),
+        (
+            {"act_fn": "gelu"},
+            "UNet2DConditionModel",
+            "a file asks for act_fn = 'gelu', .*: it has 'silu'.",
+        ),
+        (
+            {"down_block_types": ["AttnDownBlock2D"]},
+            "UNet2DConditionModel",
+            "asks for down_block_types = .*: it has",
+        ),
+        (
+            {"class_embed_type": "timestep"},
+            "UNet2DConditionModel",
+            "asks for class_embed_type = 'timestep', which",
+        ),
+        (
+            {"layers_per_block": [1, 2]},
+            "UNet2DConditionModel",
+            r"asks for layers_per_block = \[1, 2\], which",
+        ),
+        (
+            {"use_karras_sigmas": True},
+            "EulerDiscreteScheduler",
+            "asks for use_karras_sigmas = True, which",
+        ),
     ],
 )
 def test_what_a_configuration_asks_for_in_vain_is_named(options, kind, sentence):
     with pytest.raises(ValueError, match=sentence):
         read_class(options, kind, "a file")
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A copy of a bundled checkpoint, to be spoiled."""
-    return Path(shutil.copytree(bundled_checkpoint("shapes-sd").source, tmp_path / "copy"))
-
-
-def test_a_pipeline_of_a_different_class_is_named(copy):
-    index = copy / "model_index.json"
-    index.write_text(index.read_text().replace("FlaxStableDiffusionPipeline", "FluxPipeline"))
-    with pytest.raises(ValueError, match=r"is for FluxPipeline: this model reads folders for StableDiffusionPipeline"):
-        stable_diffusion.load(copy)
-
-
-def test_missing_weights_are_named_with_what_would_serve(copy):
-    (copy / "vae" / "diffusion_flax_model.msgpack").unlink()
-    with pytest.raises(FileNotFoundError, match="vae has no parameters that can be read, but nothing: get safetensors"):
-        stable_diffusion.load(copy)
-
-
-def test_weights_that_the_configuration_does_not_mean_are_named(copy):
-    options = json.loads((copy / "unet" / "config.json").read_text()) | {"layers_per_block": 2}
-    (copy / "unet" / "config.json").write_text(json.dumps(options))
-    name = r"down_blocks\.0\.attentions\.1\.norm\.bias"
-    with pytest.raises(ValueError, match=rf"unet has nothing for {name}, and its configuration means \(96,\)\."):
-        stable_diffusion.load(copy)
-
-
-def test_a_dtype_that_is_too_small_is_refused():
-    with pytest.raises(ValueError, match="The dtype is float16: choose float32, or bfloat16"):
-        stable_diffusion.load(bundled_checkpoint("shapes-sd").source, jnp.float16)

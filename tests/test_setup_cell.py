@@ -1,126 +1,168 @@
-"""The setup cell: what it does if the course is installed, if it is not, and on Colab and Kaggle. Who writes it."""
+"""The setup cell, what helpers.start says when packages do not fit, and make set-repo."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import nbformat
 import pytest
 
-from tools import publish
+import helpers
+from helpers import packages, startup
+from tools import set_repo
 
-CHAPTERS = sorted((publish.ROOT / "notebooks").rglob("[0-9]*.ipynb"))
-CELL = publish.SETUP_CELL.read_text()
-# Written in two parts, so that a name does not take its place here.
-PLACEHOLDER = "/".join(("OWNER", "COURSE"))
-UNPUBLISHED = CELL.replace(publish.stamped_repository(), PLACEHOLDER)
-PUBLISHED = CELL.replace(publish.stamped_repository(), "someone/course")
-
-
-def run_cell(python: str, source: str, **environment: str) -> subprocess.CompletedProcess:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("COLAB_", "KAGGLE_", "TUTORIAL_"))}
-    command = [python, "-c", source]
-    return subprocess.run(command, env=clean | environment, capture_output=True, text=True, cwd="/")
-
-
-@pytest.fixture(scope="module")
-def bare_python(tmp_path_factory):
-    """A Python without the course, in which pip only writes down what it is asked for."""
-    folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder, with_pip=False)
-    packages = next((folder / "lib").glob("python*")) / "site-packages"
-    (packages / "pip.py").write_text("import sys\nsys.exit('asked for ' + ' '.join(sys.argv[1:]))\n")
-    for name, version in (("jax", "0.7.2"), ("numpy", "2.1.3"), ("transformers", "5.15.0")):
-        (packages / f"{name}.py").touch()
-        info = packages / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    python = str(folder / "bin" / "python")
-    return lambda source, **environment: run_cell(python, source, PYTHONPATH="", **environment)
+CHAPTERS = sorted((set_repo.ROOT / "notebooks").glob("[0-9]*.ipynb"))
+(CELL,) = (
+    cell.source
+    for cell in nbformat.read(CHAPTERS[0], as_version=4).cells
+    if "setup" in cell.metadata.get("tags", [])
+)
+# Starts an IPython shell, as a kernel has one.
+SHELL = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+"""
+RUN_CELL = f"shell.run_cell({CELL!r}).raise_error()\n"
+# As if the course were not installed until pip has run, which only says what it is asked for.
+NOT_INSTALLED = """
+sys.modules["helpers"] = None
+def install(command):
+    print(command)
+    del sys.modules["helpers"]
+shell.system = install
+"""
 
 
-def test_if_the_course_is_installed_it_says_nothing_and_only_the_licence_is_warned_of():
-    code = (
-        f"import subprocess, sys; subprocess.run = None\n{CELL}\n"
-        "import jax; print(jax.device_count(), 'devices'); print('---', file=sys.stderr)\n"
-        "from diffusers import FlaxStableDiffusionPipeline; from helpers import bundled_checkpoint\n"
-        "source = bundled_checkpoint('shapes-sd').source\n"
-        "FlaxStableDiffusionPipeline.from_pretrained(source, safety_checker=None, feature_extractor=None)"
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
     )
-    result = run_cell(sys.executable, code)
-    assert result.stdout == "8 devices\n", result.stderr
-    of_the_cell, of_the_pipeline = result.stderr.split("---\n")
-    assert of_the_cell == ""
-    assert of_the_pipeline.count("You have disabled the safety checker") == 1
-    assert "deprecated" not in of_the_pipeline
 
 
-def test_on_a_machine_without_the_course_it_says_what_to_do_in_one_sentence(bare_python):
-    error = bare_python(CELL).stderr.splitlines()[-1]
-    assert error.startswith("ImportError: No module named 'helpers': run `make lab` or")
-    assert "install helpers" not in error
+def test_if_the_course_is_installed_it_starts_devices_and_installs_nothing():
+    after = "import jax; print(jax.device_count(), 'devices')"
+    result = run_python(SHELL + "shell.system = None\n" + RUN_CELL + after)
+    assert (result.stdout, result.stderr) == ("8 devices\n", "")
+    result = run_python(SHELL + RUN_CELL + after, TUTORIAL_DEVICES="3")
+    assert result.stdout == "3 devices\n"
 
 
-@pytest.mark.parametrize("runtime", ["COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"])
-def test_a_copy_that_does_not_know_its_address_says_what_to_set(bare_python, runtime):
-    error = bare_python(UNPUBLISHED, **{runtime: "1"}).stderr.splitlines()[-1]
-    assert error.startswith("RuntimeError: This copy does not know where the course lives: set TUTORIAL_SOURCE")
+def test_if_the_course_is_missing_it_installs_it_beside_the_jax_that_is_there():
+    after = "import jax; print(jax.device_count(), 'devices')"
+    result = run_python(SHELL + NOT_INSTALLED + RUN_CELL + after)
+    command, _, devices = result.stdout.splitlines()
+    repository = set_repo.stamped_repository()
+    asked = f'-m pip install --quiet jax=={jax.__version__} "git+https://github.com/{repository}"'
+    assert command.endswith(asked)
+    assert devices == "8 devices"
 
 
-def test_on_colab_it_keeps_jax_and_numpy_and_shows_what_pip_says_only_if_it_fails(bare_python):
-    result = bare_python(PUBLISHED, COLAB_RELEASE_TAG="1")
-    assert result.stdout == "Installing the course ...\n"
-    *_, pip, _, reason = result.stderr.splitlines()
-    address = "git+https://github.com/someone/course"
-    assert pip.endswith(f"asked for install --upgrade flax {address} jax==0.7.2 numpy==2.1.3")
-    assert reason == f"pip cannot install {address} with jax==0.7.2, numpy==2.1.3. Is the internet switched on?"
+def test_diffusers_and_transformers_say_nothing_while_a_pipeline_is_loaded():
+    code = """
+import helpers; helpers.start()
+from diffusers import FlaxStableDiffusionPipeline
+source = helpers.bundled_checkpoint("shapes-sd").source
+options = {"safety_checker": None, "feature_extractor": None}
+FlaxStableDiffusionPipeline.from_pretrained(source, **options)
+"""
+    result = run_python(code)
+    assert (result.stdout, result.stderr) == ("", "")
 
 
-def test_another_source_can_be_named(bare_python):
-    said = bare_python(UNPUBLISHED, KAGGLE_KERNEL_RUN_TYPE="1", TUTORIAL_SOURCE="/kaggle/input/course.whl").stderr
-    assert "asked for install --upgrade flax /kaggle/input/course.whl jax==0.7.2" in said
+# What helpers.start says
 
 
-def test_it_asks_for_a_restart_if_other_versions_are_loaded(bare_python):
-    pretend = (
-        "import subprocess, sys, types\n"
-        "sys.modules['transformers'] = types.ModuleType('transformers')\n"
-        "subprocess.run = lambda *_, **__: types.SimpleNamespace(returncode=0)\n"
-    )
-    error = bare_python(pretend + PUBLISHED, KAGGLE_KERNEL_RUN_TYPE="1").stderr
-    assert "Restart the kernel: it has loaded a different transformers." in error
+@pytest.fixture
+def pretend(monkeypatch):
+    """A function that makes packages look as if other versions of them were installed, or none."""
+    truth = packages.installed_version
+
+    def pretend(**versions: str | None) -> None:
+        versions = {name.replace("_", "-"): version for name, version in versions.items()}
+        monkeypatch.setattr(
+            packages,
+            "installed_version",
+            lambda name: versions[name] if name in versions else truth(name),
+        )
+
+    return pretend
 
 
-@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_every_chapter_has_it_folded_with_a_title(path):
-    text = path.read_text()
-    assert publish.with_setup_cell(text, CELL) == text, "run `make publish`"
-    (first,) = [cell for cell in json.loads(text)["cells"] if "setup" in cell["metadata"].get("tags", [])]
-    assert first["source"][0] == "# @title Setup: run this first\n"
-    assert len(first["source"]) <= 25
-    for cell in json.loads(text)["cells"]:
-        if {"setup", "solution"} & set(cell["metadata"].get("tags", [])):
-            assert cell["metadata"]["cellView"] == "form", "Colab"
-            assert cell["metadata"]["jupyter"] == {"source_hidden": True}, "JupyterLab and Kaggle"
-            assert {"hide-input", "hide-cell"} & set(cell["metadata"]["tags"]), "the site"
+def test_where_everything_fits_it_says_nothing(capsys):
+    helpers.start()
+    assert capsys.readouterr() == ("", "")
 
 
-# make publish
+def test_it_asks_for_a_restart_if_the_kernel_loaded_what_pip_replaced(monkeypatch, pretend):
+    pretend(transformers="4.57.6")
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.15.0"))
+    with pytest.raises(RuntimeError, match=r"Restart the kernel .* has loaded transformers 5\.15"):
+        helpers.start()
+
+
+@pytest.mark.parametrize(
+    ("name", "version"), [("jax", "0.6.2"), ("jax", None), ("flax", "0.11.2"), ("numpy", None)]
+)
+def test_what_no_chapter_can_run_with_stops_it(pretend, name, version):
+    pretend(**{name: version})
+    with pytest.raises(ImportError) as stopped:
+        startup.check_installed_versions()
+    found = f"The course does not run with {name} {version or '(missing)'}: run `"
+    assert str(stopped.value).startswith(f'{found}{sys.executable} -m pip install "{name}')
+
+
+def test_a_flax_that_is_too_old_for_the_jax_stops_it(pretend):
+    pretend(jax="0.10.2", flax="0.12.6")
+    with pytest.raises(ImportError, match=r"does not run with flax 0\.12\.6: run .*>=0\.12\.7"):
+        startup.check_installed_versions()
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [
+        ("diffusers", "0.40.1"),
+        ("diffusers", None),
+        ("transformers", "5.15.0"),
+        ("transformers", None),
+        ("huggingface_hub", "1.27.0"),
+    ],
+)
+def test_without_flax_pipelines_it_says_which_chapters_do_not_run(pretend, capsys, name, version):
+    pretend(**{name: version})
+    startup.check_installed_versions()
+    (said,) = capsys.readouterr().out.splitlines()
+    found = f"{name.replace('_', '-')} {version or '(missing)'}"
+    assert said.startswith(f"Chapters 2 to 10 do not run with {found}: for these chapters, run `")
+
+
+def test_a_jax_that_is_newer_than_what_was_tested_does_not_stop_it(pretend, capsys):
+    pretend(jax="0.99")
+    startup.check_installed_versions()
+    assert "The course was not tested with jax 0.99: if a chapter fails" in capsys.readouterr().out
+
+
+# make set-repo
 
 
 @pytest.fixture
 def clone(tmp_path):
     """A repository with the files that name the course's own, and the tools."""
-    name = publish.stamped_repository().encode()
-    tracked = subprocess.run(["git", "ls-files"], cwd=publish.ROOT, check=True, capture_output=True, text=True).stdout
-    files = [Path(line) for line in tracked.splitlines()]
-    for file in files:
-        if file.parts[0] == "tools" or name in (publish.ROOT / file).read_bytes():
+    name = set_repo.stamped_repository().encode()
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=set_repo.ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    for file in map(Path, tracked.splitlines()):
+        if file.parts[0] == "tools" or name in (set_repo.ROOT / file).read_bytes():
             (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(publish.ROOT / file, tmp_path / file)
+            shutil.copy(set_repo.ROOT / file, tmp_path / file)
     for command in (["init", "--quiet"], ["add", "."]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     return tmp_path
@@ -131,37 +173,40 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {file.relative_to(folder): file.read_bytes() for file in files if file.suffix != ".pyc"}
 
 
-def run_publish(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tools.publish", *arguments]
-    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+def run_set_repo(folder: Path, name: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tools.set_repo", name]
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True
+    )
 
 
 def test_a_name_is_written_everywhere_and_can_be_taken_out(clone):
     before = contents(clone)
-    assert run_publish(clone, "somebody/course").returncode == 0
+    assert run_set_repo(clone, "somebody/course").returncode == 0
     first = contents(clone)
     places = {str(path) for path, text in first.items() if b"somebody/course" in text}
-    assert {"README.md", "pyproject.toml", "environment.yml", "CITATION.cff", "tools/setup_cell.py"} < places
+    assert {"README.md", "pyproject.toml", "environment.yml", "CITATION.cff"} < places
     assert {f"notebooks/{path.name}" for path in CHAPTERS} < places
-    assert not any(publish.stamped_repository().encode() in text for text in first.values())
-    run_publish(clone, "somebody/course-2")  # in which the name before is contained
+    assert not any(set_repo.stamped_repository().encode() in text for text in first.values())
+    run_set_repo(clone, "somebody/course-2")  # in which the name before is contained
     assert contents(clone) == {
         path: text.replace(b"somebody/course", b"somebody/course-2") for path, text in first.items()
     }
-    run_publish(clone, publish.stamped_repository())
+    run_set_repo(clone, set_repo.stamped_repository())
     assert contents(clone) == before
 
 
 def test_a_name_that_is_no_repository_changes_nothing(clone):
     before = contents(clone)
-    result = run_publish(clone, "https://github.com/somebody/course")
+    result = run_set_repo(clone, "https://github.com/somebody/course")
     assert result.returncode == 2
     assert 'give it as "owner/name"' in result.stderr
     assert contents(clone) == before
 
 
-def test_the_readme_links_to_every_chapter():
-    readme = (publish.ROOT / "README.md").read_text()
-    for path in CHAPTERS:
-        for place, address in publish.launch_links(publish.stamped_repository(), path.name):
-            assert f"[{place}]({address})" in readme
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+def test_the_readme_opens_every_chapter_in_colab_and_on_kaggle(path):
+    readme = (set_repo.ROOT / "README.md").read_text()
+    links = dict(set_repo.launch_links(set_repo.stamped_repository(), path.name))
+    assert links["Colab"] in readme
+    assert links["Kaggle"] in readme

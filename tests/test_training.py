@@ -1,160 +1,179 @@
-"""The renderer and the judge. None of this needs PyTorch."""
+"""Making the bundled checkpoints, in small: it needs PyTorch (``make .venv-train/installed``)."""
 
-from collections import Counter
-from itertools import pairwise
+import json
+import subprocess
+import sys
+from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from training import fidelity, scenes, spoiled
+import stable_diffusion
+from shapes import scenes
+from stable_diffusion.unet import project_text, unet
+from stable_diffusion.vae import decode
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from training import autoencoder, convert, diffusion, evaluate, loop, sd, sdxl, tokenizer  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng(11)
+def test_a_run_that_was_cut_off_takes_the_same_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "SAVE_EVERY", 4)
+    calls = 0
+
+    def train(folder, stop_at=None):
+        nonlocal calls
+        calls = 0
+
+        def loss_fn(model, generator):
+            nonlocal calls
+            calls += 1
+            if calls == stop_at:
+                raise KeyboardInterrupt
+            x = torch.randn((8, 3), generator=generator)
+            return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+        torch.manual_seed(0)
+        return loop.fit(
+            torch.nn.Linear(3, 1),
+            loss_fn,
+            name="line",
+            folder=folder,
+            steps=10,
+            peak_lr=0.1,
+            cooldown=5,
+            seed=1,
+            device=torch.device("cpu"),
+        )
+
+    whole, log = train(tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "cut", stop_at=7)
+    resumed, resumed_log = train(tmp_path / "cut")
+    assert calls == 6, "four steps were saved"
+    assert torch.equal(resumed.weight, whole.weight)
+    assert resumed_log["steps"] == log["steps"] == [10]
 
 
-EVERY_SHAPE = scenes.SHAPES + scenes.NEW_SHAPES
+def test_the_learning_rate_rises_stays_and_falls_to_zero():
+    rates = [loop.learning_rate(step, steps=1000, peak=2.0, cooldown=400) for step in range(1001)]
+    assert rates[:50] == sorted(rates[:50]) and rates[0] == 2.0 / loop.WARMUP
+    assert set(rates[loop.WARMUP : 600]) == {2.0}
+    assert rates[800] == pytest.approx(1.0) and rates[1000] == pytest.approx(0.0)
 
 
-def random_scene(rng):
-    choices = scenes.combinations()
-    return scenes.random_scene(rng, *choices[rng.integers(len(choices))])
+def test_captions_name_nothing_everything_or_something():
+    scene = scenes.Scene("small", "red", "heart", "white")
+    generator = torch.Generator().manual_seed(0)
+    named = [diffusion.random_attributes(scene, generator) for _ in range(2_000)]
+    counts = np.array([sum(value is not None for value in each.values()) for each in named])
+    assert (counts == 0).mean() == pytest.approx(diffusion.EMPTY_CAPTIONS, abs=0.03)
+    # All four are named by half of the captions, and by some of those that may leave things out.
+    some = 1 - diffusion.EMPTY_CAPTIONS - diffusion.FULL_CAPTIONS
+    full = diffusion.FULL_CAPTIONS + some * (1 - diffusion.DROPPED_ATTRIBUTES) ** 4
+    assert (counts == 4).mean() == pytest.approx(full, abs=0.03)
 
 
-def test_there_are_enough_of_everything():
-    assert len(scenes.COLORS) >= 9
-    assert len(scenes.SHAPES) >= 9
-    assert len(scenes.SIZES) == 3
+def test_latents_are_white_and_pictures_stay_what_they_were():
+    torch.manual_seed(0)
+    model = autoencoder.AutoencoderKL(**autoencoder.CONFIG).eval()
+    pictures = np.stack([scenes.render(scene) for scene in scenes.training_scenes(16, 0)])
+    pictures = autoencoder.to_signed(pictures)
+
+    def latents_and_restored():
+        with torch.no_grad():
+            latents = model.encode(pictures).latent_dist.mean
+            std, mean = torch.std_mean(latents, dim=(0, 2, 3), keepdim=True)
+            return latents, std, mean
+
+    latents, std, mean = latents_and_restored()
+    with torch.no_grad():
+        before = model.decode((latents - mean) / std).sample
+    autoencoder.normalize_latents(model, pictures)
+    latents, std, mean = latents_and_restored()
+    with torch.no_grad():
+        after = model.decode(latents).sample
+    channels = latents.transpose(0, 1).flatten(1)
+    np.testing.assert_allclose(torch.cov(channels), np.eye(4), atol=1e-3)
+    np.testing.assert_allclose(mean.flatten(), 0, atol=1e-4)
+    np.testing.assert_allclose(after, before, atol=1e-3)
 
 
-def test_scenes_are_the_same_for_the_same_seed():
-    assert scenes.training_scenes(20, 3) == scenes.training_scenes(20, 3)
-    assert scenes.training_scenes(20, 3) != scenes.training_scenes(20, 4)
+@pytest.mark.parametrize("recipe", [sd.RECIPE, sdxl.RECIPE], ids=lambda recipe: recipe.name)
+def test_what_is_converted_computes_what_pytorch_computes(tmp_path, recipe):
+    torch.manual_seed(0)
+    words = tokenizer.write(tmp_path / "tokenizer")
+    vae = autoencoder.AutoencoderKL(**autoencoder.CONFIG).eval()
+    parts = recipe.build(words).eval()
+    convert.to_flax(vae, parts, words, tmp_path / "folder", jnp.float32)
+
+    captions = ["a red heart", "a small blue star on a white background"]
+    ids = words(captions, padding="max_length").input_ids
+    noisy = torch.randn((2, 4, 8, 8))
+    timesteps = torch.tensor([10, 900])
+    with torch.no_grad():
+        condition = recipe.condition(parts, torch.tensor(ids), captions, torch.Generator())
+        velocity = parts["unet"](noisy, timesteps, **condition).sample
+        picture = vae.decode(noisy).sample / 2 + 0.5
+
+    params, config, tokenize = stable_diffusion.load(tmp_path / "folder")
+    assert tokenize(captions)[:, 0].tolist() == ids
+    context, pooled = stable_diffusion.encode_prompts(params, config, tokenize(captions))
+    sizes = jnp.array(sdxl.SIZES)
+    condition = project_text(params["unet"], config.unet, context, pooled, sizes)
+    latents = jnp.moveaxis(jnp.asarray(noisy.numpy()), 1, -1)
+    found = unet(params["unet"], config.unet, latents, jnp.asarray(timesteps.numpy()), condition)
+    np.testing.assert_allclose(np.moveaxis(found, -1, 1), velocity, atol=2e-4)
+    drawn = decode(params["vae"], config.vae, latents)
+    np.testing.assert_allclose(np.moveaxis(drawn, -1, 1), picture.clamp(0, 1), atol=2e-4)
 
 
-def test_a_tenth_of_the_combinations_is_held_out_and_never_drawn():
-    held_out = scenes.held_out()
-    assert len(held_out) == round(len(scenes.combinations()) / 10)
-    assert held_out <= set(scenes.combinations())
-    drawn = {(s.color, s.shape, s.background) for s in scenes.training_scenes(20_000, 0)}
-    assert drawn == set(scenes.combinations()) - held_out
+def test_a_copy_of_a_training_picture_is_found(monkeypatch):
+    monkeypatch.setattr(diffusion, "POOL", 20_000)
+    pool = {}
+    for scene in scenes.training_scenes(diffusion.POOL, diffusion.POOL_SEED):
+        words = scenes.caption(scene.size, scene.color, scene.shape, scene.background)
+        pool[words] = scenes.render(scene) / np.float32(255)
+
+    found = evaluate.nearest(lambda captions: np.stack([pool[text] for text in captions]), None)
+    assert found["median distance"] == 0
+    assert found["median distance of fresh scenes"] > 0.05
 
 
-def test_every_colour_shape_and_background_is_held_out_a_few_times():
-    for position, options in enumerate((scenes.COLORS, scenes.SHAPES, scenes.BACKGROUNDS)):
-        counts = Counter(combination[position] for combination in scenes.held_out())
-        assert set(counts) == set(options)
+@pytest.fixture(scope="module")
+def shortened(tmp_path_factory):
+    """The checkpoints of a run of a few steps for each part."""
+    folder = tmp_path_factory.mktemp("training")
+    command = [sys.executable, "-m", "training", "--shorten", "1000"]
+    subprocess.run([*command, "--work", folder], cwd=ROOT, check=True)
+    return folder / "checkpoints"
 
 
-def test_shapes_stay_inside_the_picture(rng):
-    for _ in range(300):
-        scene = random_scene(rng)
-        picture = scenes.render(scene)
-        border = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
-        assert (border == scenes.PALETTE[scene.background]).all()
-
-
-def test_edges_are_anti_aliased():
-    picture = scenes.render(scenes.Scene("large", "black", "circle", "white", radius=0.4))
-    levels = np.unique(picture[..., 0])
-    assert levels[0] == 20 and levels[-1] == 245
-    assert len(levels) > 6
-
-
-def test_the_sizes_do_not_overlap():
-    ranges = sorted(scenes.SIZES.values())
-    assert all(first[1] < second[0] for first, second in pairwise(ranges))
-
-
-@pytest.mark.parametrize(
-    ("named", "text"),
-    [
-        (("small", "red", "heart", "white"), "a small red heart on a white background"),
-        ((None, "orange", "arrow", None), "an orange arrow"),
-        ((None, None, "arrow", "orange"), "an arrow on an orange background"),
-        (("large", None, None, None), "large"),
-        ((None, None, None, "white"), "a white background"),
-        ((None, None, None, None), ""),
-    ],
-)
-def test_any_attribute_may_be_left_out_of_a_caption(named, text):
-    assert scenes.caption(*named) == text
-
-
-def test_the_judge_reads_rendered_scenes(rng):
-    right = []
-    for _ in range(200):
-        scene = random_scene(rng)
-        asked = {name: getattr(scene, name) for name in scenes.ATTRIBUTES}
-        right.append(all(fidelity.right_attributes(asked, fidelity.read(scenes.render(scene))).values()))
-    assert fidelity.share(right) >= 0.99
-
-
-def test_the_judge_does_not_take_a_haze_that_nobody_sees_for_a_shape(rng):
-    scene = scenes.Scene("small", "purple", "cross", "red", x=0.3, y=0.7, radius=0.16)
-    hazy = (scenes.render(scene).astype(float) + rng.normal(0, 4, (64, 64, 3))).clip(0, 255).astype(np.uint8)
-    assert (fidelity.read(hazy).size, fidelity.read(hazy).shape) == ("small", "cross")
-
-
-def test_the_judge_measures_place_and_tilt(rng):
-    for _ in range(50):
-        scene = scenes.random_scene(rng, "red", "arrow", "white")
-        seen = fidelity.read(scenes.render(scene) / 255.0)
-        assert np.hypot(seen.x - scene.x, seen.y - scene.y) < 0.01
-        assert abs(seen.tilt - scene.tilt) < 3
-
-
-def test_the_judge_reads_a_cross_with_one_short_arm():
-    scene = scenes.Scene("large", "red", "cross", "white", radius=0.38)
-    picture = scenes.render(scene)
-    picture[: round(64 * (0.5 - 0.6 * scene.radius))] = scenes.PALETTE["white"]
-    seen = fidelity.read(picture)
-    assert seen.shape == "cross"
-    assert (seen.y, seen.radius) == pytest.approx((0.5, 0.38), abs=0.01)
-
-
-@pytest.mark.parametrize("shapes", [scenes.SHAPES, EVERY_SHAPE], ids=["known", "with the new one"])
-@pytest.mark.parametrize("kind", spoiled.KINDS)
-def test_the_judge_refuses_what_is_no_scene(rng, kind, shapes):
-    refused = (isinstance(fidelity.read(spoiled.KINDS[kind](rng, 64), shapes), fidelity.Refusal) for _ in range(60))
-    assert fidelity.share(refused) >= 0.95
-
-
-def test_the_judge_reads_a_new_shape_only_if_it_may_be_there(rng):
-    drawn = [scenes.render(scene) for scene in scenes.new_examples("bowtie", 24)]
-    asked = scenes.new_captions("bowtie", scenes.COLORS, 27)
-    drawn += [scenes.render(scenes.random_scene(rng, **named)) for named in asked]
-    assert fidelity.share(getattr(fidelity.read(each, EVERY_SHAPE), "shape", "") == "bowtie" for each in drawn) >= 0.99
-    assert all(isinstance(fidelity.read(each), fidelity.Refusal) for each in drawn)
-
-
-def test_a_new_shape_leaves_the_others_what_they_were(rng):
-    drawn = [scenes.render(random_scene(rng)) for _ in range(40)]
-    assert [fidelity.read(each, EVERY_SHAPE) for each in drawn] == [fidelity.read(each) for each in drawn]
-    assert not {shape for _, shape, _ in scenes.combinations()} & set(scenes.NEW_SHAPES)
-
-
-def test_examples_of_a_new_shape_leave_some_colours_out():
-    examples = scenes.new_examples("bowtie", 24)
-    assert {scene.color for scene in examples} == set(scenes.TAUGHT_COLORS) < set(scenes.COLORS)
-    assert {scene.size for scene in examples} == set(scenes.SIZES)
-    assert examples == scenes.new_examples("bowtie", 24)
-
-
-def test_the_judge_does_not_guess_between_two_shapes():
-    circle, square = (
-        scenes.render(scenes.Scene("large", "red", shape, "white", radius=radius))
-        for shape, radius in (("circle", 0.36), ("square", 0.45))
+@pytest.mark.parametrize("name", ["shapes-sd", "shapes-sd-bf16", "shapes-sdxl"])
+def test_a_shortened_run_writes_folders_that_load(shortened, name):
+    dtype = jnp.bfloat16 if name.endswith("bf16") else jnp.float32
+    params, config, tokenize = stable_diffusion.load(shortened / name, dtype)
+    assert all(x.dtype == dtype for x in jax.tree.leaves(params))
+    draw = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
+    images = draw(
+        params, config, tokenize(["a red heart"]), jax.random.key(0), tokenize([""]), steps=1
     )
-    between = (circle / 2 + square / 2).astype(np.uint8)
-    assert fidelity.read(circle).shape == "circle"
-    assert fidelity.read(square).shape == "square"
-    assert fidelity.read(between).reason == "it may be a circle or a square"
+    assert images.shape == (1, 64, 64, 3) and jnp.isfinite(images).all()
+    shipped = ROOT / "checkpoints" / name
+    for file in shipped.rglob("*.json"):
+        assert (shortened / name / file.relative_to(shipped)).exists(), file
 
 
-def test_a_wrong_attribute_is_told_from_the_right_ones():
-    scene = scenes.Scene("medium", "red", "heart", "white")
-    asked = {"size": "medium", "color": "blue", "shape": "heart", "background": None}
-    seen = fidelity.read(scenes.render(scene))
-    assert fidelity.right_attributes(asked, seen) == {"size": True, "color": False, "shape": True}
+def test_a_checkpoint_is_scored_and_its_samples_are_drawn(shortened, tmp_path):
+    command = [sys.executable, "-m", "training.evaluate", shortened / "shapes-sd"]
+    command += ["--pictures", "4", "--steps", "1", "--draw", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    report = json.loads(done.stdout)
+    assert report["held-out combinations"]["pictures"] == 4
+    assert 0 <= report["training captions"]["all"] <= 1
+    assert (tmp_path / "samples.png").exists()

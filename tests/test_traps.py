@@ -1,6 +1,7 @@
-"""Traps that chapters warn of, beyond what they assert. If one is gone, the chapter must be rewritten.
+"""Traps that chapters warn of, beyond what they show.
 
-Where a chapter fails without its trap, test_execution.py notices, and nothing is repeated here.
+If one is gone, the chapter must be rewritten. Where a chapter fails without its trap, its execution
+fails, and nothing is repeated here.
 """
 
 import jax
@@ -22,7 +23,9 @@ def inputs(pipeline, params):
 
 def test_a_variant_is_ignored(checkpoint):
     without_checker = {"safety_checker": None, "feature_extractor": None}
-    _, params = FlaxStableDiffusionPipeline.from_pretrained(checkpoint.source, variant="bf16", **without_checker)
+    _, params = FlaxStableDiffusionPipeline.from_pretrained(
+        checkpoint.source, variant="bf16", **without_checker
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(params["unet"])} == {jnp.dtype("float32")}
 
 
@@ -69,7 +72,9 @@ def test_euler_needs_leading_timesteps():
 def test_the_guides_assertion_never_fails():
     device_type = "cpu"
     with pytest.warns(SyntaxWarning, match="always true"):
-        line = compile('assert ("TPU" in device_type, "Available device is not a TPU")', "guide", "exec")
+        line = compile(
+            'assert ("TPU" in device_type, "Available device is not a TPU")', "guide", "exec"
+        )
     exec(line, {"device_type": device_type})
 
 
@@ -78,7 +83,11 @@ def test_the_guides_assertion_never_fails():
     [
         ("import jax.tools.colab_tpu", ImportError),
         ("from diffusers import make_image_grid", ImportError),
-        ("from jax.experimental.compilation_cache import compilation_cache as cc; cc.initialize_cache", AttributeError),
+        (
+            "from jax.experimental.compilation_cache import compilation_cache as cc;"
+            "cc.initialize_cache",
+            AttributeError,
+        ),
     ],
 )
 def test_a_line_of_the_guides_fails(line, error):

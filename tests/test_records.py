@@ -1,0 +1,349 @@
+"""What the TPU compiler said and was recorded, how it is shown, and the recorders."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from benchmarks import common, record_tpu
+from course import tpu
+from course.tpu import records
+from course.tpu.pipelines import load_shapes
+from course.tpu.programs import DECODER, PARTS, STEP, WHOLE, Answer, Program, parameter_bytes
+from course.tpu.records import largest_batch, recorded_answers, recorded_times, table_of
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 2**30
+MIB = 2**20
+V5E = tpu.Chip("v5e", 197e12, 820e9, 128 * MIB, int(15.75 * GIB))
+PIPELINES = recorded_answers(attention=None)
+VERSIONS = {"jax": "0.10.2", "libtpu": "0.0.42.1"}
+
+
+def report_of(memory=None, work=None, message=""):
+    return tpu.Report(V5E, memory, work, message, 1.0, "2026-11-22", VERSIONS)
+
+
+ACCEPTED = report_of(tpu.Memory(GIB, GIB, GIB, GIB), tpu.Work(1e12, 1e9, 2**30))
+REFUSED = report_of(message="RESOURCE_EXHAUSTED: Ran out of memory\nand more")
+
+
+# Figures
+
+
+def key_of(program: Program, what: str) -> str:
+    """How the fixture names a figure."""
+    heads = "split heads" if program.split_head_dim else "merged heads"
+    return (
+        f"{program.model} {program.attention or heads} {program.dtype} "
+        f"{program.chips}x{program.chip} {program.height}x{program.width} "
+        f"{program.steps} steps batch {program.batch}: {what}"
+    )
+
+
+def figures_of(program: Program, name: str, report: tpu.Report) -> dict:
+    """All that a record says about a piece, by the names of the fixture."""
+    values = {
+        "runs": program.runs(name),
+        "memory": report.memory,
+        "work": report.work,
+        "chip": report.chip,
+    }
+    for what, value in values.items():
+        if dataclasses.is_dataclass(value):
+            values[what] = [number for number in vars(value).values() if number != program.chip]
+    return values | {
+        "seconds": report.compile_seconds,
+        "fits": report.fits,
+        "date": report.date,
+        "versions": " ".join(report.versions.values()),
+        "message": report.message,
+        "collectives": [list(vars(collective).values()) for collective in report.collectives],
+    }
+
+
+def numbers_in(content, place: str) -> dict[str, float]:
+    """The numbers in a JSON file, each by where it stands."""
+    if isinstance(content, dict):
+        entries = content.items()
+    elif isinstance(content, list):
+        entries = enumerate(content)
+    elif isinstance(content, int | float) and not isinstance(content, bool):
+        return {place: content}
+    else:
+        entries = ()
+    found = {}
+    for name, value in entries:
+        found |= numbers_in(value, f"{place}, {name}")
+    return found
+
+
+def test_the_records_keep_the_figures_that_they_had_in_their_earlier_form():
+    """The fixture was written from the records before they became lists of answers."""
+    found = {}
+    answers = recorded_answers()
+    for answer in answers:
+        program = answer.program
+        for name, report in answer.pieces.items():
+            found[key_of(program, name)] = figures_of(program, name, report)
+        if program.attention is None and program.batch == 1:
+            found[key_of(program, "parameter bytes")] = answer.parameter_bytes
+            if answer.times:
+                found[key_of(program, "times")] = list(vars(answer.times).values())
+            largest = largest_batch(program, answers)
+            if largest is not None:
+                found[key_of(program, "largest batch")] = largest
+    for name in ("shardings", "finetune_tpu"):
+        found |= numbers_in(json.loads((ROOT / "benchmarks" / f"{name}.json").read_text()), name)
+
+    earlier = json.loads((ROOT / "tests" / "fixtures" / "tpu-figures.json").read_text())
+    assert found.keys() == earlier.keys()
+    for key, figures in earlier.items():
+        if isinstance(figures, dict):
+            # Of a part, and of a larger batch, not everything was recorded.
+            assert {what: found[key][what] for what in figures} == figures, key
+        else:
+            assert found[key] == pytest.approx(figures, rel=1e-12), key
+
+
+def test_everything_is_recorded():
+    assert record_tpu.find_left(common.FOLDER / "tpu", common.FOLDER / "tpu_pieces.json") == {}
+    stems = {file.stem for file in (common.FOLDER / "tpu").glob("*.json")}
+    assert stems == record_tpu.pipeline_programs().keys()
+
+
+def test_recorded_parameters_are_those_of_the_configurations():
+    for answer in PIPELINES:
+        program = answer.program
+        if program.batch > 1:
+            continue
+        _, params = load_shapes(program.model)  # in bfloat16
+        wider = 2 if program.dtype == "float32" else 1
+        expected = {part: wider * size for part, size in parameter_bytes(params).items()}
+        assert answer.parameter_bytes == expected
+        # The compiler adds inputs, and leaves room around small arrays, of which a small model is
+        # made.
+        if answer.whole.fits:
+            room = 1.5 if program.model.startswith("shapes") else 1.05
+            assert 1 <= answer.whole.memory.arguments / sum(expected.values()) < room
+
+
+def test_the_parts_of_a_recorded_program_add_up_to_the_whole():
+    for answer in PIPELINES:
+        if not answer.parts:
+            assert answer.program.batch > 1 or not answer.whole.fits
+            continue
+        flops = sum(part.work.flops for part in answer.parts.values())
+        assert answer.whole.work.flops == pytest.approx(flops, rel=0.02)
+        assert answer.times.bound < answer.times.estimate
+
+
+def test_recorded_chips_have_the_figures_of_today():
+    try:
+        tpu.find_chip("v5e")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    for answer in recorded_answers():
+        for report in answer.pieces.values():
+            assert report.chip == tpu.find_chip(answer.program.chip)
+
+
+def test_bounds_and_estimates_stand_beside_what_others_measured():
+    times = records.published_times()
+    assert {published.chip for published, _ in times} == {"v4", "v5e", "v6e"}
+    for published, found in times:
+        assert 0.3 * published.seconds < found.bound < published.seconds
+        assert 0.5 < found.estimate / published.seconds < 2
+
+
+def test_times_are_found_for_any_number_of_steps_and_only_if_all_parts_are_recorded():
+    twenty, forty = (
+        recorded_times(Program("sdxl", steps=steps, attention="auto")) for steps in (20, 40)
+    )
+    assert twenty.bound < forty.bound < 2 * twenty.bound
+    assert recorded_times(Program("sdxl", steps=20, attention="dot_product")) is None
+
+
+@pytest.mark.parametrize("change", ["unknown field", "missing field", "impossible program"])
+def test_what_is_no_answer_is_not_read(tmp_path, change):
+    file = tmp_path / "answers.json"
+    answer = Answer(Program("shapes-sd"), {WHOLE: ACCEPTED})
+    content = json.loads(json.dumps(dataclasses.asdict(answer)))
+    file.write_text(json.dumps([content]))
+    assert records.read_answers(file) == [answer]
+    if change == "unknown field":
+        content["pieces"][WHOLE]["watts"] = 1
+    elif change == "missing field":
+        del content["pieces"][WHOLE]["work"]["flops"]
+    else:
+        content["program"]["height"] = 63
+    file.write_text(json.dumps([content]))
+    with pytest.raises((TypeError, ValueError)):
+        records.read_answers(file)
+
+
+# Tables
+
+
+def test_the_table_has_a_row_for_each_program_and_its_largest_batch():
+    program = Program("sdxl", steps=20)
+    memory = tpu.Memory(2 * GIB, MIB, 3 * MIB // 2, 0)
+    works = {
+        WHOLE: tpu.Work(1e12, 1e9, 1),
+        PARTS[0]: tpu.Work(3e12, 1e9, 1),
+        STEP: tpu.Work(3e12, 1e9, 1),
+        DECODER: tpu.Work(2e12, 1e9, 1),
+    }
+    first = Answer(program, {name: report_of(memory, work) for name, work in works.items()})
+    later = dataclasses.replace(
+        report_of(memory), date="2026-11-24", versions=VERSIONS | {"jax": "0.99"}
+    )
+    larger = [
+        Answer(dataclasses.replace(program, batch=batch), {WHOLE: report})
+        for batch, report in ((2, later), (3, REFUSED), (6, REFUSED))
+    ]
+    other = Answer(Program("sdxl", "v6e", steps=20, split_head_dim=False), {WHOLE: REFUSED})
+    table = table_of([first, *larger, other]).replace("\N{NO-BREAK SPACE}", " ")
+    rows = []
+    for line in table.splitlines():
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.split("|")[1:-1]])
+    name = "sdxl, 1024 × 1024, 20 steps, bfloat16"
+    sizes = ["2,048.0", "1.0", "1.5", "0.0"]
+    seconds = 65e12 / V5E.peak
+    times = [f"{seconds:.3g} s", f"{seconds:.3g} s"]
+    assert rows[2:] == [
+        [name, "1 × v5e", "1", "yes", *sizes, "65,000", *times, "1 s"],
+        [name, "1 × v5e", "2, the largest", "yes", *sizes, "", "", "", "1 s"],
+        [f"{name}, split_head_dim=False", "1 × v6e", "1", "no", *[""] * 7, "1 s"],
+    ]
+    by = "libtpu 0.0.42.1 with jax 0.10.2, libtpu 0.0.42.1 with jax 0.99"
+    assert table.endswith(f"Answered by {by}, from 2026-11-22 to 2026-11-24.")
+
+
+# The search for the largest batch
+
+
+def answers_for(batches: dict[int, bool]) -> list[Answer]:
+    found = []
+    for batch, fits in batches.items():
+        program = Program("shapes-sd", batch=batch)
+        found.append(Answer(program, {WHOLE: ACCEPTED if fits else REFUSED}))
+    return found
+
+
+@pytest.mark.parametrize("start", [1, 2, 7, 20])
+def test_the_search_finds_the_largest_batch_that_fits(start):
+    for largest in range(41):
+        tried = {1: largest >= 1}
+        while True:
+            answers = answers_for(tried)
+            batch = record_tpu.next_batch(Program("shapes-sd"), answers, start)
+            if batch is None:
+                break
+            assert batch not in tried
+            tried[batch] = batch <= largest
+        assert largest_batch(Program("shapes-sd"), answers) == largest
+        assert len(tried) <= 3 + 2 * math.log2(max(start, largest) + 1)
+
+
+def test_a_largest_batch_is_confirmed_by_the_next_one():
+    program = Program("shapes-sd")
+    assert largest_batch(program, answers_for({1: True, 3: True})) is None
+    assert largest_batch(program, answers_for({1: True, 3: True, 5: False})) is None
+    assert largest_batch(program, answers_for({1: True, 3: True, 4: False})) == 3
+    assert largest_batch(program, answers_for({1: False})) == 0
+    assert largest_batch(Program("shapes-sd", "v4"), answers_for({1: False})) is None
+
+
+# The recorders
+
+
+def test_the_most_useful_is_recorded_first(tmp_path):
+    left = list(record_tpu.find_left(tmp_path, tmp_path / "pieces.json"))
+    real = [name for name in left if not name.startswith("shapes")]
+    assert real[:9:4] == [
+        f"{stem}: {WHOLE}" for stem in ("sd-bfloat16-v5e", "sdxl-bfloat16-v5e", "sdxl-bfloat16-v4")
+    ]
+    searches = [name for name in left if name.endswith(": largest batch")]
+    assert left[-len(searches) :] == searches
+    assert len(searches) == 12 + len(record_tpu.LARGEST)
+
+
+def test_the_recorder_says_what_is_left(capsys, tmp_path):
+    assert record_tpu.main(["--list", "--to", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(record_tpu.find_left(tmp_path, tmp_path / "pieces.json"))
+    assert record_tpu.main(["--list"]) == 0
+    assert capsys.readouterr().out == "Nothing is left.\n"
+    with pytest.raises(SystemExit):
+        record_tpu.main(["--start", "0"])
+    assert "--start is 0, and has to be 1 or more" in capsys.readouterr().err
+
+
+def test_the_recorder_writes_each_answer_and_goes_on_after_one_that_fails(
+    monkeypatch, capsys, tmp_path
+):
+    asked = []
+
+    def answer(program, name):
+        asked.append((name, program.batch))
+        if name == STEP:
+            raise jax.errors.JaxRuntimeError("INTERNAL: no such thing")
+        return REFUSED if program.batch > 5 else ACCEPTED
+
+    def take(program, name):
+        return SimpleNamespace(ask=lambda chip: answer(program, name))
+
+    monkeypatch.setattr(record_tpu, "tpu_devices", lambda: None)
+    monkeypatch.setattr(record_tpu, "take", take)
+    assert record_tpu.main(["--only", "sd-float32-v4", "--to", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert said.endswith(f"Left: 0. Failed: sd-float32-v4: {STEP}.\n")
+    batches = [batch for name, batch in asked if name == WHOLE]
+    assert batches == [1, 2, 4, 8, 6, 5]
+
+    (file,) = (tmp_path / "tpu").iterdir()
+    first, *larger = records.read_answers(file)
+    assert first.program == Program("sd", "v4", dtype="float32")
+    assert first.pieces.keys() == {WHOLE, *PARTS} - {STEP}
+    assert first.parameter_bytes.keys() == {"text_encoder", "unet", "vae"}
+    assert [answer.program.batch for answer in larger] == batches[1:]
+    assert largest_batch(first.program, [first, *larger]) == 5
+
+
+def options_of(*arguments):
+    return common.make_parser("what is recorded").parse_args(arguments)
+
+
+def test_work_goes_on_where_it_stopped_and_stops_when_its_time_is_up(capsys):
+    done = []
+
+    def find_left():
+        left = {}
+        for name in ("first", "second", "third"):
+            if name not in done:
+                left[name] = lambda name=name: done.append(name)
+        return left
+
+    assert common.work_through(find_left, options_of("--minutes", "0")) == 0
+    assert done == []
+    assert capsys.readouterr().out == "Left: 3. Failed: nothing.\n"
+    assert common.work_through(find_left, options_of("--only", "second")) == 0
+    assert done == ["second"]
+    assert common.work_through(find_left, options_of()) == 0
+    assert done == ["second", "first", "third"]
+
+
+def test_a_record_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "new" / "record.json"
+    common.write_json(file, [1])
+    with pytest.raises(TypeError):
+        common.write_json(file, [object()])
+    assert common.read_json(file, default=None) == [1]
+    assert [path.name for path in file.parent.iterdir()] == ["record.json"]
+    assert common.read_json(tmp_path / "other.json", default=2) == 2
