@@ -1,0 +1,87 @@
+"""How pytest executes chapters by its plugin nbmake: ``pytest --nbmake notebooks/``."""
+
+import os
+import sys
+
+import nbformat
+import pytest
+
+
+def is_chapter(path) -> bool:
+    return path.suffix == ".ipynb"
+
+
+def pytest_configure(config):
+    # Otherwise the order of a set of words, which some outputs show, would change with every run.
+    os.environ.setdefault("PYTHONHASHSEED", "0")
+
+
+def pytest_collection_modifyitems(config, items):
+    chapters = [item for item in items if is_chapter(item.path)]
+    others = [item for item in items if not is_chapter(item.path)]
+    # The first chapters are short. They come last, so that all workers end at about the same time.
+    items[:] = sorted(chapters, key=lambda item: item.path.name, reverse=True) + others
+    if hasattr(config, "workerinput") and len(items) > 1:
+        use_own_cores(config.workerinput["workerid"], config.workerinput["workercount"])
+
+
+def use_own_cores(worker: str, workers: int) -> None:
+    """Give a worker, and the kernels that it starts, cores of its own, where the system can.
+
+    XLA spreads each program over all cores that it may use. Two programs on the same cores hinder
+    each other.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    number = int(worker.removeprefix("gw"))
+    cores = sorted(os.sched_getaffinity(0))[number::workers]
+    if cores:
+        # XLA may have started threads already, if a test imports JAX.
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    finally:
+        if is_chapter(item.path) and item.config.option.overwrite:
+            complete(item.path)
+
+
+def complete(path) -> None:
+    """Finish an executed chapter: join what a cell printed, and add how much memory it took.
+
+    The kernel cuts what a cell prints wherever it is at that time, so two runs could differ. The
+    memory is the most, in bytes, that any process of this worker's chapters has held so far.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = merge_prints(cell.outputs)
+    if sys.platform == "linux":
+        import resource  # which Windows does not have
+
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        notebook.metadata["peak_memory_so_far"] = peak * 1024
+    nbformat.write(notebook, path)
+
+
+def merge_prints(outputs: list) -> list:
+    merged = []
+    for output in outputs:
+        last = merged[-1] if merged else None
+        if last and output.output_type == last.output_type == "stream" and output.name == last.name:
+            last.text += output.text
+        else:
+            merged.append(output)
+    return merged
+
+
+def pytest_report_teststatus(report):
+    """Say how long each chapter took."""
+    if report.when == "call" and ".ipynb" in report.nodeid:
+        word = report.outcome.upper()
+        return report.outcome, word[0], f"{word} in {report.duration:.0f} s"
+    return None
