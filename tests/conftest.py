@@ -22,6 +22,7 @@ from diffusers import FlaxDiffusionPipeline
 from playwright.sync_api import sync_playwright
 
 import helpers
+from helpers import packages
 from stable_diffusion.samplers import SAMPLERS, Sampler
 from tools import workshop
 
@@ -250,3 +251,19 @@ def executed_again(sets, without_network):
     copy = shutil.copy(chapter, folder)
     without_network([sys.executable, "-m", "pytest", "--nbmake", "--overwrite", copy])
     return nbformat.read(copy, as_version=4).cells
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A function that makes packages look as if other versions of them were installed, or none."""
+    truth = packages.installed_version
+
+    def pretend(**versions: str | None) -> None:
+        versions = {name.replace("_", "-"): version for name, version in versions.items()}
+        monkeypatch.setattr(
+            packages,
+            "installed_version",
+            lambda name: versions[name] if name in versions else truth(name),
+        )
+
+    return pretend

@@ -28,22 +28,6 @@ def in_front(folder: Path) -> str:
     return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
-@pytest.fixture
-def pretend(monkeypatch):
-    """A function that makes packages look as if other versions of them were installed, or none."""
-    truth = packages.installed_version
-
-    def pretend(**versions: str | None) -> None:
-        versions = {name.replace("_", "-"): version for name, version in versions.items()}
-        monkeypatch.setattr(
-            packages,
-            "installed_version",
-            lambda name: versions[name] if name in versions else truth(name),
-        )
-
-    return pretend
-
-
 def test_it_finds_no_problem_here():
     result = run_doctor(HF_TOKEN="hf_secret")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 import helpers
-from helpers import packages, startup
+from helpers import startup
 from tools import set_repo
 
 CHAPTERS = sorted((set_repo.ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -78,22 +78,6 @@ FlaxStableDiffusionPipeline.from_pretrained(source, **options)
 
 
 # What helpers.start says
-
-
-@pytest.fixture
-def pretend(monkeypatch):
-    """A function that makes packages look as if other versions of them were installed, or none."""
-    truth = packages.installed_version
-
-    def pretend(**versions: str | None) -> None:
-        versions = {name.replace("_", "-"): version for name, version in versions.items()}
-        monkeypatch.setattr(
-            packages,
-            "installed_version",
-            lambda name: versions[name] if name in versions else truth(name),
-        )
-
-    return pretend
 
 
 def test_where_everything_fits_it_says_nothing(capsys):

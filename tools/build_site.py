@@ -25,7 +25,7 @@ from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from course.tpu import records
 from tools import browser_demo
-from tools.chapters import CHAPTERS, EXECUTED
+from tools.chapters import CHAPTERS, EXECUTED, find_problem
 from tools.lock import PYTHONS, locked_versions, named_packages
 from tools.translations import LANGUAGE, place_of
 
@@ -53,14 +53,10 @@ def find_stale(chapters: list[Path], executed: Path) -> list[Path]:
     stale = []
     for chapter in chapters:
         copy = executed / chapter.name
-        if not browser_demo.is_newer([copy], [chapter, *shared]) or not ran_to_the_end(copy):
+        newer = browser_demo.is_newer([copy], [chapter, *shared])
+        if not newer or find_problem(nbformat.read(copy, as_version=4)):
             stale.append(chapter)
     return stale
-
-
-def ran_to_the_end(executed: Path) -> bool:
-    cells = nbformat.read(executed, as_version=4).cells
-    return all(cell.execution_count for cell in cells if cell.cell_type == "code")
 
 
 def lay_out(language: str, source: Path, executed: Path) -> None:
