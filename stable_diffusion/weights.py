@@ -7,7 +7,6 @@ step: PyTorch's (out, in, height, width) becomes (height, width, in, out), and (
 """
 
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.serialization import msgpack_restore
+from safetensors import SafetensorError, safe_open
 
 from stable_diffusion.configs import Config, read_config
 from stable_diffusion.layers import ShapeRecorder
@@ -206,33 +206,27 @@ def map_safetensors(file: str | Path) -> tuple[dict[str, np.ndarray], dict[str, 
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: get it, or give a different file.")
 
-    def damaged(why: object) -> ValueError:
-        return ValueError(f"{file} is damaged or no safetensors: {why}. Get it again.")
-
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")  # of the header, in bytes
-            if 8 + length > file.stat().st_size:
-                raise ValueError("its header does not end")
-            header = json.loads(opened.read(length))
-            data = np.memmap(opened, np.uint8, mode="r")[8 + length :]
-        metadata = header.pop("__metadata__", {})
-        dtypes = {name: entry["dtype"] for name, entry in header.items()}
-        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
-        places = {name: slice(*entry["data_offsets"]) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(error) from None
-    unknown = set(dtypes.values()) - DTYPES.keys()
+        with safe_open(
+            file, framework="numpy"
+        ) as opened:  # which checks the header and all offsets
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        why = f"{file} is damaged or no safetensors: {error}. Get it again."
+        raise ValueError(why) from None
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")  # of the header, in bytes
+        header = json.loads(opened.read(length))
+        data = np.memmap(opened, np.uint8, mode="r")[8 + length :]
+    header.pop("__metadata__", None)
+    unknown = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
     if unknown:
         names = ", ".join(sorted(unknown))
         raise ValueError(f"{file} holds numbers as {names}: get float32, float16 or bfloat16.")
     arrays = {}
-    for name, shape in shapes.items():
-        dtype = np.dtype(DTYPES[dtypes[name]])
-        numbers = data[places[name]]
-        if numbers.size != math.prod(shape) * dtype.itemsize:
-            raise damaged(f"it has {numbers.size} bytes for {name}, of {shape} and {dtype}")
-        arrays[name] = to_channels_last(name, numbers.view(dtype).reshape(shape))
+    for name, entry in header.items():
+        numbers = data[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
+        arrays[name] = to_channels_last(name, numbers.reshape(entry["shape"]))
     return arrays, metadata
 
 

@@ -541,6 +541,15 @@ def with_a_different_part(folder):
     (folder / "copy").replace(folder / UNET)
 
 
+def with_two_arrays_in_one_place(data):
+    """A safetensors file whose first array is in its header under a second name, too."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["again"] = next(entry for name, entry in header.items() if name != "__metadata__")
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
 def test_a_folder_with_several_files_is_read(models, folder, tmp_path):
     shutil.copytree(folder, tmp_path, copy_function=os.link, dirs_exist_ok=True)
     split_up(tmp_path)
@@ -586,11 +595,19 @@ BAD_FOLDERS = {
     ),
     "half a file": (
         replaced(UNET, lambda data: data[: len(data) // 2]),
-        "damaged or no safetensors: it has .* bytes for",
+        "damaged or no safetensors: .* file not fully covered",
     ),
     "a page in place of a file": (
         replaced(TEXT, lambda data: b"<html>Log in, please</html>"),
-        "no safetensors: its header does not end",
+        "no safetensors: .* header too large",
+    ),
+    "more bytes than arrays": (
+        replaced(UNET, lambda data: data + b"more"),
+        "damaged or no safetensors: .* file not fully covered",
+    ),
+    "two arrays in one place": (
+        replaced(UNET, with_two_arrays_in_one_place),
+        "damaged or no safetensors: .* invalid offset",
     ),
     "an empty file": (replaced(UNET, lambda data: b""), "no safetensors"),
     "a wrong header": (replaced(UNET, lambda data: data[:8] + b"#" + data[9:]), "no safetensors"),
