@@ -425,9 +425,12 @@ def there_and_back(p, config, images):
     return vae.decode(p, config, mean)
 
 
-def test_far_from_the_mask_inpainting_leaves_the_picture(draw_over, models, recorded, pictures):
-    params, config, _ = models["shapes-sd"]
-    found = draw_over("shapes-sd", "ddim", 0.6, recorded["mask"])
+@pytest.mark.parametrize(("model", "sampler", "strength"), DRAWN_OVER)
+def test_far_from_the_mask_inpainting_leaves_the_picture(
+    draw_over, models, recorded, pictures, model, sampler, strength
+):
+    params, config, _ = models[model]
+    found = draw_over(model, sampler, strength, recorded["mask"])
     by_the_vae_alone = there_and_back(params["vae"], config.vae, pictures)
     far = np.ones((64, 64), bool)
     far[8:, 8:] = False  # pixels 16 to 56 are drawn, in whole latents; and one latent around
