@@ -53,9 +53,9 @@ def test_no_tag_permits_an_error(code):
     assert set().union(*map(tags, code)) <= TAGS
 
 
-def test_setup_and_solutions_are_folded_everywhere_under_a_title(code):
+def test_what_is_hidden_is_folded_everywhere_under_a_title(code):
     for cell in code:
-        if tags(cell) & {"setup", "solution"}:
+        if tags(cell) & {"setup", "solution", "hide-input"}:
             assert is_folded(cell) and cell.source.startswith("# @title "), cell.source
 
 
