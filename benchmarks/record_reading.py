@@ -26,7 +26,7 @@ import stable_diffusion
 from benchmarks.common import FOLDER, machine, origin, write_json
 from course.tpu.programs import CONFIGURATIONS
 from helpers import bundled_checkpoint
-from stable_diffusion.weights import to_channels_first
+from stable_diffusion.weights import to_channels_first, unstack_layers
 
 TARGET = FOLDER / "reading.json"
 MOST = 2**30  # bytes in one file, as making a file takes twice its size of memory
@@ -39,7 +39,7 @@ def write_folder(folder: Path) -> int:
         shutil.copytree(Path(bundled_checkpoint("shapes-sdxl").source) / name, folder / name)
     shapes = stable_diffusion.parameter_shapes(stable_diffusion.read_config(folder))
     for part, parameters in shapes.items():
-        write_part(folder / part, parameters)
+        write_part(folder / part, unstack_layers(parameters))
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 

@@ -40,7 +40,7 @@ from stable_diffusion import Config, ScheduleConfig
 from stable_diffusion.lora import Pair, add_word, attach, save_lora, save_word, word_file
 from stable_diffusion.samplers import alphas
 from stable_diffusion.text import EMBEDDINGS
-from stable_diffusion.unet import Condition, project_text, run_block, unet
+from stable_diffusion.unet import Condition, project_text
 from stable_diffusion.vae import encode
 
 # The weights of the UNet that get a LoRA, as regular expressions for their names.
@@ -197,23 +197,25 @@ def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
 
     Beside a weight of (inputs, outputs), ``down`` is (inputs, rank) and ``up`` (rank, outputs), in
     float32. Beside a convolution's, (height, width, inputs, outputs), they are (height, width,
-    inputs, rank) and (1, 1, rank, outputs).
+    inputs, rank) and (1, 1, rank, outputs). Of stacked layers, each has its own.
     """
     random = np.random.default_rng(recipe.seed)
     pairs = {}
     for name, weight in params["unet"].items():
         if not re.fullmatch(LAYERS[recipe.layers], name):
             continue
-        if len(weight.shape) == 4:
-            height, width, inputs, outputs = weight.shape
-            down_shape = (height, width, inputs, recipe.rank)
+        # In front of inputs and outputs, a convolution has height and width, and what is stacked
+        # the number of layers.
+        *before, inputs, outputs = weight.shape
+        down_shape = (*before, inputs, recipe.rank)
+        if len(before) == 2:
+            read = before[0] * before[1] * inputs  # numbers that an output is made of
             up_shape = (1, 1, recipe.rank, outputs)
         else:
-            inputs, outputs = weight.shape
-            down_shape = (inputs, recipe.rank)
-            up_shape = (recipe.rank, outputs)
+            read = inputs
+            up_shape = (*before, recipe.rank, outputs)
         down = random.standard_normal(down_shape, np.float32)
-        down /= np.sqrt(np.prod(down_shape[:-1]), dtype=np.float32)
+        down /= np.sqrt(read, dtype=np.float32)
         pairs[name] = Pair(down=down, up=np.zeros(up_shape, np.float32))
     return {"unet": pairs}
 
@@ -259,11 +261,10 @@ def loss_fn(trained: dict, params: dict, batch: Batch, config: Config, recipe: R
     params = insert_trained(params, trained)
     condition = encode_captions(params, config, batch)
     noisy, target = add_noise(config.schedule, batch)
-    run = run_block
-    if recipe.remat:  # keep a block's inputs only, and compute the rest again for the gradients
-        run = jax.checkpoint(run_block, static_argnums=(1, 2, 6))
-    answer = unet(params["unet"], config.unet, noisy, batch.timesteps, condition, run=run)
-    errors = jnp.square(answer.astype(jnp.float32) - target).mean(axis=(1, 2, 3))  # (batch,)
+    predicted = sd.denoise_step(
+        params, config, noisy, batch.timesteps, condition, guided=False, remat=recipe.remat
+    )
+    errors = jnp.square(predicted - target).mean(axis=(1, 2, 3))  # (batch,)
     return (batch.weights * errors).sum() / batch.weights.sum()
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from stable_diffusion.layers import linear
+from stable_diffusion.layers import Parameter, linear, linear_parameters, within
 
 
 def plain(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool = False) -> jax.Array:
@@ -144,17 +144,31 @@ def find_attention(attention: str | Callable) -> Callable:
     return ATTENTION[attention]
 
 
-def keys_and_values(
-    p: dict, name: str, x: jax.Array, channels: int, heads: int, bias: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def attention_parameters(
+    channels: int, context: int | None = None, bias: bool = False
+) -> dict[str, Parameter]:
+    """Those of diffusers' ``Attention``; ``context`` is how many channels a text's vectors have."""
+    query = linear_parameters(channels, channels, ("embed", "heads"), bias)
+    if context is None:
+        key = query
+    else:
+        key = linear_parameters(context, channels, ("context", "heads"), bias)
+    return {
+        **within("to_q", query),
+        **within("to_k", key),
+        **within("to_v", key),
+        **within("to_out.0", linear_parameters(channels, channels, ("heads", "embed"))),
+    }
+
+
+def keys_and_values(p: dict, name: str, x: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
     """The keys and values that queries find in ``x``, (batch, tokens, any number).
 
-    Both are (batch, tokens, heads, channels / heads).
+    Both are (batch, tokens, heads, size of a head).
     """
     batch, tokens, _ = x.shape
-    shape = (batch, tokens, heads, channels // heads)
-    key = linear(p, f"{name}.to_k", x, channels, bias).reshape(shape)
-    value = linear(p, f"{name}.to_v", x, channels, bias).reshape(shape)
+    key = linear(p, f"{name}.to_k", x).reshape(batch, tokens, heads, -1)
+    value = linear(p, f"{name}.to_v", x).reshape(batch, tokens, heads, -1)
     return key, value
 
 
@@ -165,19 +179,18 @@ def attend(
     key: jax.Array,
     value: jax.Array,
     attention: str | Callable = "auto",
-    bias: bool = False,
     upcast: bool = False,
 ) -> jax.Array:
     """diffusers' ``Attention``: from (batch, queries, channels) to the same shape.
 
     ``key`` and ``value`` come from ``keys_and_values``. With ``upcast``, scores are float32.
     """
-    batch, queries, channels = x.shape
+    batch, queries, _ = x.shape
     heads, size = key.shape[-2:]
-    query = linear(p, f"{name}.to_q", x, channels, bias).reshape(batch, queries, heads, size)
+    query = linear(p, f"{name}.to_q", x).reshape(batch, queries, heads, size)
     if upcast:
         query = query.astype(jnp.float32)
         key = key.astype(jnp.float32)
     with jax.named_scope("attention"):
         y = find_attention(attention)(query, key, value)
-    return linear(p, f"{name}.to_out.0", y.reshape(x.shape), channels)
+    return linear(p, f"{name}.to_out.0", y.reshape(batch, queries, -1))

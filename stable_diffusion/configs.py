@@ -48,6 +48,7 @@ class UNetConfig:
     upcast_attention: bool = False
     addition_embed_type: str | None = None  # "text_time" for Stable Diffusion XL
     addition_time_embed_dim: int | None = None
+    projection_class_embeddings_input_dim: int | None = None  # channels of all that XL adds
 
     def heads(self, level: int) -> int:
         """How many heads the attention of a level has."""
@@ -200,7 +201,6 @@ NO_DIFFERENCE = {
     "initializer_factor",
     "initializer_range",
     "pad_token_id",
-    "projection_class_embeddings_input_dim",
     "sample_max_value",
     "sample_size",
     "split_head_dim",
@@ -276,7 +276,7 @@ def read_config(folder: str | Path) -> Config:
     Raises
     ------
     ValueError
-        If the folder is for a different pipeline, or as for ``read_class``.
+        If the folder is for a different pipeline, lacks a text encoder, or as for ``read_class``.
     """
     folder = Path(folder)
     index = json.loads((folder / "model_index.json").read_text())
@@ -294,9 +294,15 @@ def read_config(folder: str | Path) -> Config:
     encoders = [read_part("text_encoder")]
     if "text_encoder_2" in index:
         encoders.append(read_part("text_encoder_2"))
+    unet = read_part("unet")
+    if unet.addition_embed_type is not None and len(encoders) != 2:
+        raise ValueError(
+            f"{folder} is not a whole folder: its UNet is that of Stable Diffusion XL, and there "
+            "is no text_encoder_2. Download it again."
+        )
     return Config(
         text=tuple(encoders),
-        unet=read_part("unet"),
+        unet=unet,
         vae=read_part("vae"),
         schedule=read_part("scheduler", "scheduler_config.json"),
     )

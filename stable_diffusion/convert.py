@@ -11,7 +11,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from stable_diffusion.configs import Config, read_config
-from stable_diffusion.weights import map_safetensors, parameter_shapes, to_channels_first
+from stable_diffusion.parameters import parameter_shapes
+from stable_diffusion.weights import map_safetensors, to_channels_first, unstack_layers
 
 # Where the parts are in the original layout: what their names begin with.
 UNET = "model.diffusion_model."
@@ -162,7 +163,8 @@ def read_single_file(file: str | Path, config: Config) -> dict[str, dict[str, np
     Returns
     -------
     dict
-        For each part, arrays by our names, which stay on disk until they are used.
+        For each part, arrays by the names of diffusers' files, which stay on disk until they are
+        used.
 
     Raises
     ------
@@ -179,7 +181,7 @@ def read_single_file(file: str | Path, config: Config) -> dict[str, dict[str, np
     params = {}
     for part, shapes in parameter_shapes(config).items():
         params[part] = {}
-        for name, needed in shapes.items():
+        for name, needed in unstack_layers(shapes).items():
             theirs, third = original_name(part, name, config)
             if theirs not in found:
                 raise ValueError(
@@ -218,7 +220,7 @@ def save(params: dict[str, dict[str, jax.Array]], source: str | Path, folder: st
     Parameters
     ----------
     params : dict
-        As ``stable_diffusion.load`` gives them. They keep their dtype.
+        As ``stable_diffusion.load`` or ``read_single_file`` gives them. They keep their dtype.
     source : str or Path
         A folder in diffusers' format of the same model, for configurations and tokenizers. They may
         be Flax'. The safety checker, if it has one, is left out.
@@ -229,7 +231,9 @@ def save(params: dict[str, dict[str, jax.Array]], source: str | Path, folder: st
     folder = Path(folder)
     copy_settings(params.keys(), source, folder)
     for part, values in params.items():
-        tensors = {name: to_channels_first(name, value) for name, value in values.items()}
+        tensors = {}
+        for name, value in unstack_layers(values).items():
+            tensors[name] = to_channels_first(name, value)
         stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
         save_file(tensors, folder / part / f"{stem}.safetensors", metadata={"format": "pt"})
 

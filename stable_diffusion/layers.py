@@ -3,65 +3,105 @@
 A layer is a function. It takes ``p``, the dictionary of one part's parameters, the layer's name in
 it, and an input ``x``. Channels come last: images are (batch, height, width, channels). A layer
 computes in the dtype of its parameters.
+
+What parameters a layer has is declared by a second function beside it, ``linear_parameters`` for
+``linear``: their shapes, and a *logical name* for each axis. ``stable_diffusion.parameters`` has
+rules that say over which devices the axes of a name are split.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 
-class ShapeRecorder(dict):
-    """Stands in for a part's parameters, and records the shape of each that is asked for."""
+class Parameter(NamedTuple):
+    """What a parameter is, before it has numbers."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]  # a logical name for each axis; None for one that is never split
 
 
-def parameter(p: dict, name: str, *shape: int) -> jax.Array:
-    """Look up a parameter.
+def within(name: str, parameters: dict[str, Parameter]) -> dict[str, Parameter]:
+    """Parameters of a layer by their names in a part, which begin with the layer's name."""
+    return {f"{name}.{key}": parameter for key, parameter in parameters.items()}
 
-    If it is missing or has a different shape, a ``ValueError`` names it. A ``ShapeRecorder`` gives
-    zeros.
+
+def stack_parameters(
+    name: str, depth: int, parameters: dict[str, Parameter]
+) -> dict[str, Parameter]:
+    """Parameters of so many equal layers, one above the other along a new first axis.
+
+    In their names, ``*`` stands for the layer's number.
     """
-    if isinstance(p, ShapeRecorder):
-        p[name] = shape
-        return jnp.zeros(shape)
-    if name not in p:
-        found = "is missing"
-    elif p[name].shape != shape:
-        found = f"has the shape {p[name].shape}"
-    else:
-        return p[name]
-    raise ValueError(
-        f"The parameter {name} {found}: give parameters of this model, which has it as {shape}."
-    )
+    stacked = {}
+    for key, (shape, axes) in parameters.items():
+        stacked[f"{name}.*.{key}"] = Parameter((depth, *shape), ("layers", *axes))
+    return stacked
 
 
-def linear(p: dict, name: str, x: jax.Array, features: int, bias: bool = True) -> jax.Array:
-    """``torch.nn.Linear``: from (..., channels) to (..., features).
+def stacked_layers(p: dict, name: str) -> dict:
+    """The parameters of equal layers, by their names in a layer, for ``jax.lax.scan``."""
+    prefix = f"{name}.*."
+    found = {}
+    for key, value in p.items():
+        if key.startswith(prefix):
+            found[key.removeprefix(prefix)] = value
+    return found
 
-    The weight is (channels, features).
-    """
-    weight = parameter(p, f"{name}.weight", x.shape[-1], features)
-    y = x.astype(weight.dtype) @ weight
+
+def linear_parameters(
+    inputs: int,
+    outputs: int,
+    axes: tuple[str | None, str | None] = ("inputs", "outputs"),
+    bias: bool = True,
+) -> dict[str, Parameter]:
+    found = {"weight": Parameter((inputs, outputs), axes)}
     if bias:
-        y += parameter(p, f"{name}.bias", features)
+        found["bias"] = Parameter((outputs,), axes[1:])
+    return found
+
+
+def linear(p: dict, name: str, x: jax.Array) -> jax.Array:
+    """``torch.nn.Linear``: from (..., inputs) to (..., outputs).
+
+    The weight is (inputs, outputs). Some layers have a bias, (outputs,), and some have none.
+    """
+    weight = p[f"{name}.weight"]
+    y = x.astype(weight.dtype) @ weight
+    if f"{name}.bias" in p:
+        y += p[f"{name}.bias"]
     return y
+
+
+def conv_parameters(
+    inputs: int,
+    outputs: int,
+    size: int = 3,
+    axes: tuple[str | None, str | None] = ("inputs", "outputs"),
+) -> dict[str, Parameter]:
+    return {
+        "weight": Parameter((size, size, inputs, outputs), (None, None, *axes)),
+        "bias": Parameter((outputs,), axes[1:]),
+    }
 
 
 def conv(
     p: dict,
     name: str,
     x: jax.Array,
-    features: int,
-    size: int = 3,
     stride: int = 1,
     padding: tuple[int, int] | None = None,
 ) -> jax.Array:
     """``torch.nn.Conv2d`` with a square kernel.
 
-    From (batch, height, width, channels) to (batch, height / stride, width / stride, features). The
-    weight is (size, size, channels, features). ``padding`` is how many zeros come before and after
-    the pixels, in both directions; by default half of ``size``.
+    From (batch, height, width, inputs) to (batch, height / stride, width / stride, outputs). The
+    weight is (size, size, inputs, outputs). ``padding`` is how many zeros come before and after the
+    pixels, in both directions; by default half of ``size``.
     """
-    weight = parameter(p, f"{name}.weight", size, size, x.shape[-1], features)
-    bias = parameter(p, f"{name}.bias", features)
+    weight = p[f"{name}.weight"]
+    bias = p[f"{name}.bias"]
+    size = weight.shape[0]
     x = x.astype(weight.dtype)
     if size == 1:  # the same as a linear layer
         return x @ weight[0, 0] + bias
@@ -78,19 +118,28 @@ def conv(
         return y + bias
 
 
+def norm_parameters(channels: int) -> dict[str, Parameter]:
+    return {
+        "weight": Parameter((channels,), (None,)),
+        "bias": Parameter((channels,), (None,)),
+    }
+
+
 def group_norm(p: dict, name: str, x: jax.Array, groups: int, epsilon: float) -> jax.Array:
     """``torch.nn.GroupNorm``: each group of channels gets the mean 0 and the variance 1.
 
     ``x`` and the result are (batch, height, width, channels).
     """
     batch, _, _, channels = x.shape
-    weight = parameter(p, f"{name}.weight", channels).reshape(groups, -1)
-    bias = parameter(p, f"{name}.bias", channels).reshape(groups, -1)
+    weight = p[f"{name}.weight"].reshape(groups, -1)
+    bias = p[f"{name}.bias"].reshape(groups, -1)
     wide = x.astype(jnp.float32).reshape(batch, -1, channels)  # (batch, pixels, channels)
     # First the mean over pixels, which is fast, then over the channels of each group.
     over_pixels = jnp.stack([wide.mean(axis=1), (wide**2).mean(axis=1)])  # (2, batch, channels)
     by_group = over_pixels.reshape(2, batch, groups, -1)
     mean, square = by_group.mean(axis=-1, keepdims=True)  # each (batch, groups, 1)
+    # Where the mean is large beside the variance, this difference loses digits, of which float32
+    # has enough here. It needs one pass over the pixels; the mean of (x - mean)² needs two.
     variance = jnp.maximum(square - mean**2, 0)
     # The weight and the bias for each image and channel: (batch, groups, channels / groups).
     factor = jax.lax.rsqrt(variance + epsilon) * weight
@@ -105,8 +154,8 @@ def layer_norm(p: dict, name: str, x: jax.Array, epsilon: float = 1e-5) -> jax.A
 
     ``x`` and the result are (..., channels).
     """
-    weight = parameter(p, f"{name}.weight", x.shape[-1])
-    bias = parameter(p, f"{name}.bias", x.shape[-1])
+    weight = p[f"{name}.weight"]
+    bias = p[f"{name}.bias"]
     wide = x.astype(jnp.float32)
     mean = wide.mean(axis=-1, keepdims=True)
     variance = jnp.maximum((wide**2).mean(axis=-1, keepdims=True) - mean**2, 0)
@@ -133,27 +182,39 @@ def upsample(x: jax.Array) -> jax.Array:
     return x.repeat(2, axis=1).repeat(2, axis=2)
 
 
+def residual_parameters(inputs: int, outputs: int, time: int | None = None) -> dict[str, Parameter]:
+    """``time`` is how many channels the embedded timestep has."""
+    found = within("norm1", norm_parameters(inputs))
+    found |= within("conv1", conv_parameters(inputs, outputs))
+    if time is not None:
+        found |= within("time_emb_proj", linear_parameters(time, outputs))
+    found |= within("norm2", norm_parameters(outputs))
+    found |= within("conv2", conv_parameters(outputs, outputs))
+    if inputs != outputs:
+        found |= within("conv_shortcut", conv_parameters(inputs, outputs, size=1))
+    return found
+
+
 def residual(
     p: dict,
     name: str,
     x: jax.Array,
-    features: int,
     groups: int,
     epsilon: float,
     time: jax.Array | None = None,
 ) -> jax.Array:
     """diffusers' ``ResnetBlock2D``: two convolutions, whose result is added to the input.
 
-    From (batch, height, width, channels) to (batch, height, width, features). ``time`` is the
-    embedded timestep, (batch or 1, width); the VAE has none.
+    From (batch, height, width, inputs) to (batch, height, width, outputs). ``time`` is the embedded
+    timestep, (batch or 1, channels); the VAE has none.
     """
     y = jax.nn.silu(group_norm(p, f"{name}.norm1", x, groups, epsilon))
-    y = conv(p, f"{name}.conv1", y, features)
+    y = conv(p, f"{name}.conv1", y)
     if time is not None:
-        shift = linear(p, f"{name}.time_emb_proj", jax.nn.silu(time), features)
+        shift = linear(p, f"{name}.time_emb_proj", jax.nn.silu(time))
         y += shift[:, None, None]  # the same for all pixels
     y = jax.nn.silu(group_norm(p, f"{name}.norm2", y, groups, epsilon))
-    y = conv(p, f"{name}.conv2", y, features)
-    if x.shape[-1] != features:
-        x = conv(p, f"{name}.conv_shortcut", x, features, size=1)
+    y = conv(p, f"{name}.conv2", y)
+    if x.shape[-1] != y.shape[-1]:
+        x = conv(p, f"{name}.conv_shortcut", x)
     return x + y

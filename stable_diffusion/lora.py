@@ -20,7 +20,13 @@ from stable_diffusion.configs import Config
 from stable_diffusion.convert import name_unet
 from stable_diffusion.text import EMBEDDINGS
 from stable_diffusion.tokenizer import Tokenizer
-from stable_diffusion.weights import map_safetensors, to_channels_first
+from stable_diffusion.weights import (
+    map_safetensors,
+    names_in_files,
+    stacked_name,
+    to_channels_first,
+    unstack_layers,
+)
 
 # What kohya's scripts put in front of the names of a part's layers.
 KOHYA = {
@@ -37,7 +43,8 @@ class Pair(NamedTuple):
     """What is added to a weight is ``down @ up``.
 
     For a linear layer, ``down`` is (inputs, rank), and ``up`` (rank, outputs). For a convolution,
-    they are (size, size, inputs, rank) and (1, 1, rank, outputs).
+    they are (size, size, inputs, rank) and (1, 1, rank, outputs). For stacked layers, they are
+    (layers, inputs, rank) and (layers, rank, outputs).
     """
 
     down: jax.Array
@@ -46,8 +53,7 @@ class Pair(NamedTuple):
     @property
     def product(self) -> jax.Array:
         """The product, float32, in the weight's shape."""
-        up = self.up.reshape(self.up.shape[-2:])
-        return jnp.float32(self.down) @ jnp.float32(up)
+        return jnp.float32(self.down) @ jnp.float32(self.up)
 
 
 def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[str, Pair]]:
@@ -66,7 +72,7 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
     -------
     dict
         For each part, pairs by the name of the weight to which their product is added. Alpha is in
-        them already.
+        them already. Of stacked layers, those that the file does not name have zeros.
 
     Raises
     ------
@@ -89,12 +95,15 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
             f"{file} has {len(unknown)} keys that fit nothing in this model: {some}. "
             "Get one made for it."
         )
-    lora = {}
+    pairs = {}  # by part and name in files
     for layer, down in downs.items():
         part, name = layers[layer]
         up = ups[layer]
         rank = down.shape[-1]
-        shape = params[part][name].shape
+        model_name, number = stacked_name(name)
+        shape = params[part][model_name].shape
+        if number is not None:
+            shape = shape[1:]
         if len(shape) == 4:  # files may have a convolution of one pixel as a matrix
             down = _as_convolution(down)
             up = _as_convolution(up)
@@ -113,16 +122,40 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
             scale = alphas[layer] / rank
         else:
             scale = _scale_by_options(options, part, layer.removeprefix(f"{part}."), rank)
-        pair = Pair(jnp.float32(down), jnp.float32(np.float32(up) * scale))
-        lora.setdefault(part, {})[name] = pair
-    return lora
+        pair = Pair(np.float32(down), np.float32(up) * np.float32(scale))
+        pairs.setdefault(part, {})[name] = pair
+    return {part: _stack_pairs(found, params[part]) for part, found in pairs.items()}
+
+
+def _stack_pairs(pairs: dict[str, Pair], parameters: dict) -> dict[str, Pair]:
+    """Pairs by the names of a model, out of those by the names of files.
+
+    Layers that are stacked get the same rank, the largest, and zeros for what they do not have.
+    """
+    found = {}
+    for model_name in dict.fromkeys(stacked_name(name)[0] for name in pairs):
+        if "*" not in model_name:
+            found[model_name] = Pair(*map(jnp.asarray, pairs[model_name]))
+            continue
+        depth, inputs, outputs = parameters[model_name].shape
+        names = names_in_files(model_name, (depth,))
+        rank = max(pairs[name].down.shape[-1] for name in names if name in pairs)
+        down = np.zeros((depth, inputs, rank), np.float32)
+        up = np.zeros((depth, rank, outputs), np.float32)
+        for layer, name in enumerate(names):
+            if name in pairs:
+                own_rank = pairs[name].down.shape[-1]
+                down[layer, :, :own_rank] = pairs[name].down
+                up[layer, :own_rank] = pairs[name].up
+        found[model_name] = Pair(jnp.asarray(down), jnp.asarray(up))
+    return found
 
 
 def _find_layers(params: dict, config: Config) -> dict[str, tuple[str, str]]:
-    """By what a file may call a layer, the part and the name of its weight."""
+    """By what a file may call a layer, the part and the name of its weight in diffusers' files."""
     layers = {}
     for part, parameters in params.items():
-        for name in parameters:
+        for name in _names_in_files(parameters):
             if not name.endswith(".weight"):
                 continue
             layers[f"{part}.{name.removesuffix('.weight')}"] = part, name
@@ -134,6 +167,13 @@ def _find_layers(params: dict, config: Config) -> dict[str, tuple[str, str]]:
                     layer = each.removesuffix(".weight").replace(".", "_")
                     layers[f"{prefix}_{layer}"] = part, name
     return layers
+
+
+def _names_in_files(parameters: dict) -> list[str]:
+    names = []
+    for name, value in parameters.items():
+        names += names_in_files(name, value.shape)
+    return names
 
 
 def _sort_arrays(arrays: dict[str, np.ndarray], layers: dict) -> tuple[dict, dict, dict, list[str]]:
@@ -189,10 +229,12 @@ def save_lora(file: str | Path, lora: dict[str, dict[str, Pair]], dtype: Any = n
     """Write a LoRA for diffusers on PyTorch (``load_lora_weights``) and ``read_lora``."""
     tensors = {}
     for part, pairs in lora.items():
-        for name, pair in pairs.items():
+        downs = unstack_layers({name: pair.down for name, pair in pairs.items()})
+        ups = unstack_layers({name: pair.up for name, pair in pairs.items()})
+        for name in downs:
             layer = f"{part}.{name.removesuffix('.weight')}"
-            tensors[f"{layer}.lora_A.weight"] = to_channels_first(name, pair.down).astype(dtype)
-            tensors[f"{layer}.lora_B.weight"] = to_channels_first(name, pair.up).astype(dtype)
+            tensors[f"{layer}.lora_A.weight"] = to_channels_first(name, downs[name]).astype(dtype)
+            tensors[f"{layer}.lora_B.weight"] = to_channels_first(name, ups[name]).astype(dtype)
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, file, metadata={"format": "pt"})
@@ -224,7 +266,7 @@ class Adapted:
 
     weight: "jax.Array | Adapted"  # which may have a LoRA itself
     pair: Pair
-    scale: jax.Array  # float32, ()
+    scale: jax.Array  # float32, (); for stacked layers one for each, (layers,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -257,7 +299,10 @@ def attach(params: dict, lora: dict, scale: float | jax.Array) -> dict:
         changed = {}
         for name, pair in pairs.items():
             weight = params[part][name]
-            if len(weight.shape) == 2 or weight.shape[:2] == (1, 1):
+            if len(weight.shape) == 3:  # stacked layers, each of which gets the scale
+                scales = jnp.broadcast_to(jnp.float32(scale), weight.shape[0])
+                changed[name] = Adapted(weight, pair, scales)
+            elif len(weight.shape) == 2 or weight.shape[:2] == (1, 1):
                 changed[name] = Adapted(weight, pair, jnp.float32(scale))
             else:
                 changed[name] = add(weight, pair, scale)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from stable_diffusion.attention import find_attention
 from stable_diffusion.configs import Config
+from stable_diffusion.parameters import check_parameters
 from stable_diffusion.samplers import sample
 from stable_diffusion.text import encode_text
 from stable_diffusion.unet import Condition, project_text, unet
@@ -14,7 +15,16 @@ from stable_diffusion.vae import decode
 
 # The arguments of generate that are built into a compiled program, as in
 # jax.jit(generate, static_argnames=STATIC). All others are inputs.
-STATIC = ("config", "sampler", "attention", "height", "width", "guided", "guidance_axis")
+STATIC = (
+    "config",
+    "sampler",
+    "attention",
+    "height",
+    "width",
+    "guided",
+    "guidance_axis",
+    "decode_batch",
+)
 
 
 def check_ids(config: Config, ids: jax.Array) -> None:
@@ -70,6 +80,108 @@ def unpair(both: jax.Array) -> jax.Array:
     return jnp.moveaxis(both.reshape(-1, 2, *both.shape[1:]), 1, 0)
 
 
+def half_of_condition(condition: Condition, half: int | jax.Array) -> Condition:
+    """The condition of the negative prompts, 0, or of the prompts, 1, out of that of both."""
+    words = {}
+    for name, (key, value) in condition.words.items():  # the batch is their second axis
+        words[name] = jax.vmap(unpair)(key)[:, half], jax.vmap(unpair)(value)[:, half]
+    whole = condition.whole
+    return Condition(words, None if whole is None else unpair(whole)[half])
+
+
+def encode_condition(
+    params: dict,
+    config: Config,
+    ids: jax.Array,
+    negative_ids: jax.Array | None = None,
+    *,
+    height: int,
+    width: int,
+    guided: bool = True,
+) -> Condition:
+    """What every step reads of the prompts, and with guidance of the negative prompts.
+
+    The arguments are those of ``generate``. With guidance the batch is twice as large, with the
+    negative prompt of each image before its prompt.
+    """
+    if not guided:
+        context, pooled = encode_prompts(params, config, ids)
+    elif negative_ids is None:  # Stable Diffusion XL has zeros in place of the empty prompt
+        context, pooled = encode_prompts(params, config, ids)
+        context = pair(jnp.zeros_like(context), context)
+        pooled = pair(jnp.zeros_like(pooled), pooled)
+    else:
+        both = pair(jnp.broadcast_to(negative_ids, ids.shape), ids)
+        context, pooled = encode_prompts(params, config, both)
+    sizes = jnp.array([height, width, 0, 0, height, width])
+    return project_text(params["unet"], config.unet, context, pooled, sizes)
+
+
+def denoise_step(
+    params: dict,
+    config: Config,
+    latents: jax.Array,
+    timestep: jax.Array,
+    condition: Condition,
+    guidance: float | jax.Array = 7.5,
+    *,
+    unguided_below: float | jax.Array | None = None,
+    attention: str | Callable = "auto",
+    guided: bool = True,
+    guidance_axis: str | None = None,
+    remat: bool = False,
+) -> jax.Array:
+    """What the model predicts in one step of denoising; a sampler takes the step by it.
+
+    With guidance, it predicts for the negative prompt and for the prompt, and goes on in the
+    direction from the first to the second (Ho and Salimans, 2022).
+
+    Parameters
+    ----------
+    params, config : dict, Config
+        From ``load``. Only the UNet's parameters are read.
+    latents : jax.Array
+        Noisy latents, (batch, height / 8, width / 8, 4).
+    timestep : jax.Array
+        One for all images, (); without guidance also one for each, (batch,).
+    condition : Condition
+        From ``encode_condition``, with the same ``guided``.
+    guidance, unguided_below, attention, guided, guidance_axis
+        As of ``generate``.
+    remat : bool
+        As of ``stable_diffusion.unet.unet``.
+
+    Returns
+    -------
+    jax.Array
+        The noise in the latents, or what else the model was trained to predict, float32, in the
+        shape of the latents.
+    """
+
+    def predict(latents: jax.Array, condition: Condition) -> jax.Array:
+        output = unet(params["unet"], config.unet, latents, timestep, condition, attention, remat)
+        return output.astype(jnp.float32)
+
+    if not guided:
+        return predict(latents, condition)
+
+    def without_guidance() -> jax.Array:
+        return predict(latents, half_of_condition(condition, 1))
+
+    def with_guidance() -> jax.Array:
+        if guidance_axis is None:
+            negative, positive = unpair(predict(pair(latents, latents), condition))
+        else:  # this device's half, and then both devices' answers
+            half = jax.lax.axis_index(guidance_axis)
+            mine = predict(latents, half_of_condition(condition, half))
+            negative, positive = jax.lax.all_gather(mine, guidance_axis)
+        return negative + jnp.reshape(guidance, (-1, 1, 1, 1)) * (positive - negative)
+
+    if unguided_below is None:
+        return with_guidance()
+    return jax.lax.cond(timestep >= unguided_below, with_guidance, without_guidance)
+
+
 def generate(
     params: dict,
     config: Config,
@@ -87,6 +199,7 @@ def generate(
     width: int | None = None,
     guided: bool = True,
     guidance_axis: str | None = None,
+    decode_batch: int | None = None,
 ) -> jax.Array:
     """Draw an image for each prompt.
 
@@ -123,6 +236,11 @@ def generate(
     guidance_axis : str, optional
         Inside ``jax.shard_map``, the name of an axis of two devices, of which each does one half of
         the UNet's work for guidance: the same images in less time.
+    decode_batch : int, optional
+        How many images the VAE decodes at a time; by default all of them. At 1024 × 1024 pixels
+        the decoder needs more memory than a step, so with 1 a larger batch fits. Inside
+        ``jax.shard_map`` it counts each device's images; with ``jax.jit`` alone leave it out, since
+        the images of all devices would be decoded one after another.
 
     Returns
     -------
@@ -139,50 +257,32 @@ def generate(
     height = side if height is None else height
     width = side if width is None else width
     most_steps = config.schedule.num_train_timesteps - config.schedule.steps_offset - 1
+    check_parameters(params, config)
     check_ids(config, ids)
     check_size(config, height, width)
     check_steps(steps, most_steps)
+    if decode_batch is not None and decode_batch < 1:
+        raise ValueError(f"decode_batch is {decode_batch}: give 1 or more, or None for all images.")
     check_guidance(config, ids, negative_ids, guided, guidance_axis)
     find_attention(attention)
 
-    if not guided:
-        context, pooled = encode_prompts(params, config, ids)
-    elif negative_ids is None:  # Stable Diffusion XL has zeros in place of the empty prompt
-        context, pooled = encode_prompts(params, config, ids)
-        context = pair(jnp.zeros_like(context), context)
-        pooled = pair(jnp.zeros_like(pooled), pooled)
-    else:
-        both = pair(jnp.broadcast_to(negative_ids, ids.shape), ids)
-        context, pooled = encode_prompts(params, config, both)
-    sizes = jnp.array([height, width, 0, 0, height, width])
-    condition = project_text(params["unet"], config.unet, context, pooled, sizes)
+    condition = encode_condition(
+        params, config, ids, negative_ids, height=height, width=width, guided=guided
+    )
 
-    def ask(x: jax.Array, timestep: jax.Array, condition: Condition) -> jax.Array:
-        output = unet(params["unet"], config.unet, x, timestep, condition, attention)
-        return output.astype(jnp.float32)
-
-    def half_of_condition(half: int | jax.Array) -> Condition:
-        """That of the negative prompts, 0, or of the prompts, 1."""
-        return jax.tree.map(lambda part: unpair(part)[half], condition)
-
-    def ask_without_guidance(x: jax.Array, timestep: jax.Array) -> jax.Array:
-        return ask(x, timestep, half_of_condition(1))
-
-    def ask_with_guidance(x: jax.Array, timestep: jax.Array) -> jax.Array:
-        if guidance_axis is None:
-            without, with_prompt = unpair(ask(pair(x, x), timestep, condition))
-        else:  # this device's half, and then both devices' answers
-            mine = half_of_condition(jax.lax.axis_index(guidance_axis))
-            without, with_prompt = jax.lax.all_gather(ask(x, timestep, mine), guidance_axis)
-        return without + jnp.reshape(guidance, (-1, 1, 1, 1)) * (with_prompt - without)
-
-    def model(x: jax.Array, timestep: jax.Array) -> jax.Array:
-        if not guided:
-            return ask(x, timestep, condition)
-        if unguided_below is None:
-            return ask_with_guidance(x, timestep)
-        is_guided = timestep >= unguided_below
-        return jax.lax.cond(is_guided, ask_with_guidance, ask_without_guidance, x, timestep)
+    def model(latents: jax.Array, timestep: jax.Array) -> jax.Array:
+        return denoise_step(
+            params,
+            config,
+            latents,
+            timestep,
+            condition,
+            guidance,
+            unguided_below=unguided_below,
+            attention=attention,
+            guided=guided,
+            guidance_axis=guidance_axis,
+        )
 
     shape = (
         len(ids),
@@ -196,7 +296,13 @@ def generate(
         raise ValueError(f"Latents or keys are for {latents.shape}: give them for {shape}.")
     latents = sample(model, config.schedule, latents, jnp.int32(steps), sampler)
     latents = jnp.where((steps >= 1) & (steps <= most_steps), latents, jnp.nan)
-    return decode(params["vae"], config.vae, latents, attention)
+    if decode_batch is None:
+        return decode(params["vae"], config.vae, latents, attention)
+
+    def decode_one(latents: jax.Array) -> jax.Array:
+        return decode(params["vae"], config.vae, latents[None], attention)[0]
+
+    return jax.lax.map(decode_one, latents, batch_size=decode_batch)
 
 
 def check_size(config: Config, height: int, width: int) -> None:

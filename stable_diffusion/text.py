@@ -6,14 +6,50 @@ import jax.numpy as jnp
 from stable_diffusion import layers
 from stable_diffusion.attention import plain
 from stable_diffusion.configs import TextConfig
-from stable_diffusion.layers import layer_norm, linear, parameter, quick_gelu
+from stable_diffusion.layers import (
+    Parameter,
+    layer_norm,
+    linear,
+    linear_parameters,
+    norm_parameters,
+    quick_gelu,
+    stack_parameters,
+    stacked_layers,
+    within,
+)
 
 EMBEDDINGS = "text_model.embeddings.token_embedding.weight"
+POSITIONS = "text_model.embeddings.position_embedding.weight"
+LAYERS = "text_model.encoder.layers"
+
+
+def text_parameters(config: TextConfig) -> dict[str, Parameter]:
+    """Shapes and logical axes of a text encoder's parameters, by name."""
+    width = config.hidden_size
+    layer = within("layer_norm1", norm_parameters(width))
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layer |= within(f"self_attn.{name}", linear_parameters(width, width, ("embed", "heads")))
+    layer |= within("self_attn.out_proj", linear_parameters(width, width, ("heads", "embed")))
+    layer |= within("layer_norm2", norm_parameters(width))
+    wide = config.intermediate_size
+    layer |= within("mlp.fc1", linear_parameters(width, wide, ("embed", "mlp")))
+    layer |= within("mlp.fc2", linear_parameters(wide, width, ("mlp", "embed")))
+    found = {
+        EMBEDDINGS: Parameter((config.vocab_size, width), ("vocabulary", "embed")),
+        POSITIONS: Parameter((config.max_position_embeddings, width), (None, "embed")),
+        **stack_parameters(LAYERS, config.num_hidden_layers, layer),
+        **within("text_model.final_layer_norm", norm_parameters(width)),
+    }
+    if config.projects:
+        found |= within(
+            "text_projection", linear_parameters(width, config.projection_dim, bias=False)
+        )
+    return found
 
 
 def encode_text(
     p: dict, config: TextConfig, ids: jax.Array
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """transformers' ``CLIPTextModel`` and ``CLIPTextModelWithProjection``.
 
     Parameters
@@ -26,8 +62,8 @@ def encode_text(
 
     Returns
     -------
-    hidden : list of jax.Array
-        What each layer gets, and what the last one gives: each (batch, tokens, channels).
+    hidden : jax.Array
+        What each layer gets, and what the last one gives: (layers + 1, batch, tokens, channels).
     last : jax.Array
         The last of these, normalized.
     pooled : jax.Array
@@ -36,29 +72,23 @@ def encode_text(
     width = config.hidden_size
     epsilon = config.layer_norm_eps
     heads = (*ids.shape, config.num_attention_heads, width // config.num_attention_heads)
+    activation = quick_gelu if config.hidden_act == "quick_gelu" else layers.gelu
+
+    def layer(x: jax.Array, p: dict) -> tuple[jax.Array, jax.Array]:
+        y = layer_norm(p, "layer_norm1", x, epsilon)
+        query = linear(p, "self_attn.q_proj", y).reshape(heads)
+        key = linear(p, "self_attn.k_proj", y).reshape(heads)
+        value = linear(p, "self_attn.v_proj", y).reshape(heads)
+        y = plain(query, key, value, causal=True).reshape(x.shape)
+        x += linear(p, "self_attn.out_proj", y)
+        y = layer_norm(p, "layer_norm2", x, epsilon)
+        x += linear(p, "mlp.fc2", activation(linear(p, "mlp.fc1", y)))
+        return x, x
+
     with jax.named_scope("text_encoder"):
-        tokens = parameter(p, EMBEDDINGS, config.vocab_size, width)
-        positions = parameter(
-            p,
-            "text_model.embeddings.position_embedding.weight",
-            config.max_position_embeddings,
-            width,
-        )
-        hidden = [tokens[ids] + positions]
-        for n in range(config.num_hidden_layers):
-            name = f"text_model.encoder.layers.{n}"
-            x = hidden[-1]
-            y = layer_norm(p, f"{name}.layer_norm1", x, epsilon)
-            query = linear(p, f"{name}.self_attn.q_proj", y, width).reshape(heads)
-            key = linear(p, f"{name}.self_attn.k_proj", y, width).reshape(heads)
-            value = linear(p, f"{name}.self_attn.v_proj", y, width).reshape(heads)
-            y = plain(query, key, value, causal=True).reshape(x.shape)
-            x += linear(p, f"{name}.self_attn.out_proj", y, width)
-            y = layer_norm(p, f"{name}.layer_norm2", x, epsilon)
-            y = linear(p, f"{name}.mlp.fc1", y, config.intermediate_size)
-            y = quick_gelu(y) if config.hidden_act == "quick_gelu" else layers.gelu(y)
-            x += linear(p, f"{name}.mlp.fc2", y, width)
-            hidden.append(x)
+        x = p[EMBEDDINGS][ids] + p[POSITIONS]
+        _, outputs = jax.lax.scan(layer, x, stacked_layers(p, LAYERS))
+        hidden = jnp.concatenate([x[None], outputs])
         last = layer_norm(p, "text_model.final_layer_norm", hidden[-1], epsilon)
         if config.eos_token_id == 2:  # in old configurations, which are wrong
             end = ids.argmax(axis=-1)  # the end token has the largest id of all
@@ -66,5 +96,5 @@ def encode_text(
             end = (ids == config.eos_token_id).argmax(axis=-1)
         pooled = jnp.take_along_axis(last, end[:, None, None], axis=1)[:, 0]
         if config.projects:
-            pooled = linear(p, "text_projection", pooled, config.projection_dim, bias=False)
+            pooled = linear(p, "text_projection", pooled)
     return hidden, last, pooled

@@ -4,6 +4,7 @@ It is a list of blocks. On the way down some results are kept, and on the way up
 appended to the input of a block.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,9 +12,24 @@ import jax
 import jax.numpy as jnp
 
 from stable_diffusion import layers
-from stable_diffusion.attention import attend, keys_and_values
+from stable_diffusion.attention import attend, attention_parameters, keys_and_values
 from stable_diffusion.configs import UNetConfig
-from stable_diffusion.layers import conv, group_norm, layer_norm, linear, residual, upsample
+from stable_diffusion.layers import (
+    Parameter,
+    conv,
+    conv_parameters,
+    group_norm,
+    layer_norm,
+    linear,
+    linear_parameters,
+    norm_parameters,
+    residual,
+    residual_parameters,
+    stack_parameters,
+    stacked_layers,
+    upsample,
+    within,
+)
 
 # Of a transformer's group norm. The Flax pipelines of diffusers have 1e-5.
 TRANSFORMER_EPSILON = 1e-6
@@ -83,10 +99,67 @@ def blocks(config: UNetConfig) -> list[Block]:
     return found
 
 
+def unet_parameters(config: UNetConfig) -> dict[str, Parameter]:
+    """Shapes and logical axes of the UNet's parameters, by name."""
+    first = config.block_out_channels[0]
+    time = 4 * first  # channels of the embedded timestep
+    found = within("time_embedding.linear_1", linear_parameters(first, time))
+    found |= within("time_embedding.linear_2", linear_parameters(time, time))
+    if config.addition_embed_type is not None:
+        inputs = config.projection_class_embeddings_input_dim
+        found |= within("add_embedding.linear_1", linear_parameters(inputs, time))
+        found |= within("add_embedding.linear_2", linear_parameters(time, time))
+    inputs = config.in_channels
+    kept = []
+    for block in blocks(config):
+        if block.join:
+            inputs += kept.pop()
+        match block.kind:
+            case "residual":
+                parameters = residual_parameters(inputs, block.channels, time)
+            case "transformer":
+                parameters = transformer_parameters(config, block)
+            case "conv":  # the first one, whose inputs are too few to be split
+                parameters = conv_parameters(inputs, block.channels, axes=(None, "outputs"))
+            case "downsample" | "upsample":
+                parameters = conv_parameters(inputs, block.channels)
+        found |= within(block.name, parameters)
+        inputs = block.channels
+        if block.keep:
+            kept.append(inputs)
+    found |= within("conv_norm_out", norm_parameters(first))
+    return found | within(
+        "conv_out", conv_parameters(first, config.out_channels, axes=(None, None))
+    )
+
+
+def transformer_parameters(config: UNetConfig, block: Block) -> dict[str, Parameter]:
+    """Those of one transformer, by their names in it."""
+    channels = block.channels
+    layer = within("norm1", norm_parameters(channels))
+    layer |= within("attn1", attention_parameters(channels))
+    layer |= within("norm2", norm_parameters(channels))
+    layer |= within("attn2", attention_parameters(channels, config.cross_attention_dim))
+    layer |= within("norm3", norm_parameters(channels))
+    layer |= within("ff.net.0.proj", linear_parameters(channels, 8 * channels, ("embed", "mlp")))
+    layer |= within("ff.net.2", linear_parameters(4 * channels, channels, ("mlp", "embed")))
+    if config.use_linear_projection:
+        projection = linear_parameters(channels, channels)
+    else:
+        projection = conv_parameters(channels, channels, size=1)
+    return {
+        **within("norm", norm_parameters(channels)),
+        **within("proj_in", projection),
+        **stack_parameters("transformer_blocks", block.depth, layer),
+        **within("proj_out", projection),
+    }
+
+
 class Condition(NamedTuple):
     """What the UNet reads of the text: the same at every step, so it is computed once before."""
 
-    # Keys and values by the name of an attention to the text, each (batch, tokens, heads, size).
+    # By the name of a transformer, keys and values of the text for each of its layers: both
+    # (layers, batch, tokens, heads, size).
     words: dict[str, tuple[jax.Array, jax.Array]]
     # What Stable Diffusion XL adds to the embedded timestep, (batch, channels).
     whole: jax.Array | None = None
@@ -116,15 +189,16 @@ def project_text(
     """
     words = {}
     for block in blocks(config):
-        for n in range(block.depth):
-            name = f"{block.name}.transformer_blocks.{n}.attn2"
-            words[name] = keys_and_values(p, name, context, block.channels, block.heads)
+        if block.kind == "transformer":
+            layers_of_block = stacked_layers(p, f"{block.name}.transformer_blocks")
+            project = functools.partial(keys_and_values, name="attn2", x=context, heads=block.heads)
+            words[block.name] = jax.vmap(project)(layers_of_block)
     if config.addition_embed_type is None:
         return Condition(words)
     embedded = timestep_embedding(sizes, config.addition_time_embed_dim)  # (6, width)
     embedded = jnp.tile(embedded.reshape(1, -1), (len(pooled), 1))  # (batch, 6 width)
     embedded = jnp.concatenate([pooled, embedded], axis=-1)
-    return Condition(words, embedding_layers(p, "add_embedding", embedded, config))
+    return Condition(words, embedding_layers(p, "add_embedding", embedded))
 
 
 def unet(
@@ -134,7 +208,7 @@ def unet(
     timestep: jax.Array,
     condition: Condition,
     attention: str | Callable = "auto",
-    run: Callable | None = None,
+    remat: bool = False,
 ) -> jax.Array:
     """diffusers' ``UNet2DConditionModel``.
 
@@ -151,8 +225,9 @@ def unet(
         From ``project_text``.
     attention : str or callable
         See ``stable_diffusion.attention``.
-    run : callable, optional
-        What runs a block, in place of ``run_block``.
+    remat : bool
+        Rematerialisation, for training: gradients need the activations inside of each block, and
+        with this they are computed again in place of being kept.
 
     Returns
     -------
@@ -171,11 +246,12 @@ def unet(
             f"Latents of {height} × {width} cannot be halved {halvings} times: "
             f"choose multiples of {2**halvings}."
         )
-    if run is None:
-        run = run_block
+    run = run_block
+    if remat:
+        run = jax.checkpoint(run_block, static_argnums=(1, 2, 6))
     timesteps = jnp.broadcast_to(timestep, len(latents))
     time = timestep_embedding(timesteps, config.block_out_channels[0])
-    time = embedding_layers(p, "time_embedding", time, config)  # (batch, channels)
+    time = embedding_layers(p, "time_embedding", time)  # (batch, channels)
     if condition.whole is not None:
         time += condition.whole
     x = latents
@@ -187,7 +263,7 @@ def unet(
         if block.keep:
             kept.append(x)
     x = group_norm(p, "conv_norm_out", x, config.norm_num_groups, config.norm_eps)
-    return conv(p, "conv_out", jax.nn.silu(x), config.out_channels)
+    return conv(p, "conv_out", jax.nn.silu(x))
 
 
 def run_block(
@@ -207,16 +283,15 @@ def run_block(
     """
     match block.kind:
         case "conv":
-            return conv(p, block.name, x, block.channels)
+            return conv(p, block.name, x)
         case "residual":
-            groups, epsilon = config.norm_num_groups, config.norm_eps
-            return residual(p, block.name, x, block.channels, groups, epsilon, time)
+            return residual(p, block.name, x, config.norm_num_groups, config.norm_eps, time)
         case "transformer":
             return transformer(p, config, block, x, condition, attention)
         case "downsample":
-            return conv(p, block.name, x, block.channels, stride=2)
+            return conv(p, block.name, x, stride=2)
         case "upsample":
-            return conv(p, block.name, upsample(x), block.channels)
+            return conv(p, block.name, upsample(x))
 
 
 def transformer(
@@ -229,35 +304,33 @@ def transformer(
 ) -> jax.Array:
     """diffusers' ``Transformer2DModel``: pixels look at pixels, then at the text.
 
-    From (batch, height, width, channels) to the same shape.
+    From (batch, height, width, channels) to the same shape. Its layers are equal but for their
+    parameters, so ``jax.lax.scan`` runs one program for all of them, which is compiled once.
     """
-    channels = block.channels
+    project = linear if config.use_linear_projection else conv
     upcast = config.upcast_attention
 
-    def project(name: str, x: jax.Array) -> jax.Array:
-        if config.use_linear_projection:
-            return linear(p, name, x, channels)
-        return conv(p, name, x, channels, size=1)
+    def layer(y: jax.Array, inputs: tuple) -> tuple[jax.Array, None]:
+        p, (text_key, text_value) = inputs
+        # Pixels look at pixels.
+        z = layer_norm(p, "norm1", y)
+        key, value = keys_and_values(p, "attn1", z, block.heads)
+        y += attend(p, "attn1", z, key, value, attention, upcast)
+        # Pixels look at the text.
+        z = layer_norm(p, "norm2", y)
+        y += attend(p, "attn2", z, text_key, text_value, attention, upcast)
+        # Each pixel by itself: diffusers' GEGLU.
+        z = layer_norm(p, "norm3", y)
+        z, gate = jnp.split(linear(p, "ff.net.0.proj", z), 2, axis=-1)
+        y += linear(p, "ff.net.2", z * layers.gelu(gate))
+        return y, None
 
     y = group_norm(p, f"{block.name}.norm", x, config.norm_num_groups, TRANSFORMER_EPSILON)
-    y = project(f"{block.name}.proj_in", y)
-    y = y.reshape(len(x), -1, channels)  # (batch, pixels, channels)
-    for n in range(block.depth):
-        name = f"{block.name}.transformer_blocks.{n}"
-        # Pixels look at pixels.
-        z = layer_norm(p, f"{name}.norm1", y)
-        key, value = keys_and_values(p, f"{name}.attn1", z, channels, block.heads)
-        y += attend(p, f"{name}.attn1", z, key, value, attention, upcast=upcast)
-        # Pixels look at the text.
-        z = layer_norm(p, f"{name}.norm2", y)
-        key, value = condition.words[f"{name}.attn2"]
-        y += attend(p, f"{name}.attn2", z, key, value, attention, upcast=upcast)
-        # Each pixel by itself: diffusers' GEGLU.
-        z = layer_norm(p, f"{name}.norm3", y)
-        z = linear(p, f"{name}.ff.net.0.proj", z, 8 * channels)
-        z, gate = jnp.split(z, 2, axis=-1)
-        y += linear(p, f"{name}.ff.net.2", z * layers.gelu(gate), channels)
-    return x + project(f"{block.name}.proj_out", y.reshape(x.shape))
+    y = project(p, f"{block.name}.proj_in", y)
+    y = y.reshape(len(x), -1, block.channels)  # (batch, pixels, channels)
+    parameters = stacked_layers(p, f"{block.name}.transformer_blocks")
+    y, _ = jax.lax.scan(layer, y, (parameters, condition.words[block.name]))
+    return x + project(p, f"{block.name}.proj_out", y.reshape(x.shape))
 
 
 def timestep_embedding(numbers: jax.Array, width: int) -> jax.Array:
@@ -271,11 +344,9 @@ def timestep_embedding(numbers: jax.Array, width: int) -> jax.Array:
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
-def embedding_layers(p: dict, name: str, x: jax.Array, config: UNetConfig) -> jax.Array:
+def embedding_layers(p: dict, name: str, x: jax.Array) -> jax.Array:
     """diffusers' ``TimestepEmbedding``: two linear layers.
 
     From (batch, any number) to (batch, 4 times the channels of the first level).
     """
-    width = 4 * config.block_out_channels[0]
-    y = linear(p, f"{name}.linear_1", x, width)
-    return linear(p, f"{name}.linear_2", jax.nn.silu(y), width)
+    return linear(p, f"{name}.linear_2", jax.nn.silu(linear(p, f"{name}.linear_1", x)))

@@ -1,14 +1,14 @@
-"""Parameters: their names and shapes, and how they are read from a folder in diffusers' format.
+"""Reading a model from a folder in diffusers' format.
 
-For each part ("unet", "vae", "text_encoder", "text_encoder_2") they are a dictionary with the names
-in the part's file. The order of axes changes while they are read, or XLA would change it at every
-step: PyTorch's (out, in, height, width) becomes (height, width, in, out), and (out, in) becomes
-(in, out).
+For each part ("unet", "vae", "text_encoder", "text_encoder_2") parameters are a dictionary with the
+names in the part's file, but that equal layers are stacked: ``jax.lax.scan`` runs them one after
+another. The order of axes changes while they are read, or XLA would change it at every step:
+PyTorch's (out, in, height, width) becomes (height, width, in, out), and (out, in) becomes (in,
+out).
 """
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ from flax.serialization import msgpack_restore
 from safetensors import SafetensorError, safe_open
 
 from stable_diffusion.configs import Config, read_config
-from stable_diffusion.layers import ShapeRecorder
-from stable_diffusion.pipeline import generate
+from stable_diffusion.parameters import parameter_shapes
 from stable_diffusion.tokenizer import Tokenizer, read_tokenizer
-from stable_diffusion.vae import encode
 
 # How safetensors call the dtypes that we read. (The last one is of the numbers of positions.)
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "I64": np.int64}
@@ -31,33 +29,73 @@ DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "I64": np.
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-def parameter_shapes(
-    config: Config, dtype: Any = jnp.float32
-) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """Names and shapes of all parameters, for each part.
+# Layers that are equal but for their numbers. A file has each of them by its number, and a model
+# has them as one array, with "*" in place of the number and a first axis for the layers.
+LAYER = re.compile(r"(.*\b(?:transformer_blocks|encoder\.layers)\.)(\d+)(\..+)")
 
-    The model's own functions are asked, by ``jax.eval_shape``: nothing is computed.
+
+def stacked_name(name: str) -> tuple[str, int | None]:
+    """What a parameter of a file is called in a model, and which layer's it is.
+
+    >>> stacked_name("mid_block.attentions.0.transformer_blocks.3.norm1.bias")
+    ('mid_block.attentions.0.transformer_blocks.*.norm1.bias', 3)
+    >>> stacked_name("conv_in.bias")
+    ('conv_in.bias', None)
     """
-    recorders = {name: ShapeRecorder() for name in ("unet", "vae", "text_encoder")}
-    if len(config.text) == 2:
-        recorders["text_encoder_2"] = ShapeRecorder()
-    ids = jnp.zeros((1, len(config.text), config.text[0].max_position_embeddings), jnp.int32)
+    found = LAYER.fullmatch(name)
+    if found is None:
+        return name, None
+    before, number, after = found.groups()
+    return f"{before}*{after}", int(number)
 
-    def use_all_parameters() -> jax.Array:
-        image = generate(recorders, config, ids, jax.random.key(0), negative_ids=ids)
-        return encode(recorders["vae"], config.vae, image)
 
-    jax.eval_shape(use_all_parameters)
+def names_in_files(name: str, shape: tuple[int, ...]) -> list[str]:
+    """What a file calls the layers of a model's parameter; for most, one name, which is the same.
+
+    >>> names_in_files("text_model.encoder.layers.*.layer_norm1.bias", (2, 32))
+    ['text_model.encoder.layers.0.layer_norm1.bias', 'text_model.encoder.layers.1.layer_norm1.bias']
+    """
+    if "*" not in name:
+        return [name]
+    return [name.replace("*", str(layer)) for layer in range(shape[0])]
+
+
+def unstack_layers(values: dict[str, Any]) -> dict[str, Any]:
+    """A part's parameters by the names that files have; of stacked ones, each layer by itself.
+
+    They may be arrays or shapes. Those that are not stacked stay as they are.
+    """
     found = {}
-    for part, shapes in recorders.items():
-        found[part] = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    for name, value in values.items():
+        names = names_in_files(name, value.shape)
+        if "*" not in name:
+            found[name] = value
+        elif isinstance(value, jax.ShapeDtypeStruct):
+            found |= dict.fromkeys(names, value.update(shape=value.shape[1:]))
+        else:
+            found |= dict(zip(names, value, strict=True))
+    return found
+
+
+def stack_layers(values: dict[str, Any]) -> dict[str, Any]:
+    """The reverse of ``unstack_layers``, for arrays."""
+    layers = {}  # by the name in a model, all arrays by their layers
+    for name, value in values.items():
+        model_name, layer = stacked_name(name)
+        layers.setdefault(model_name, {})[layer] = value
+    found = {}
+    for name, by_layer in layers.items():
+        if None in by_layer:
+            found[name] = by_layer[None]
+        else:
+            found[name] = np.stack([by_layer[layer] for layer in range(len(by_layer))])
     return found
 
 
 def load(
     folder: str | Path,
     dtype: Any = jnp.float32,
-    sharding: jax.sharding.Sharding | Callable | None = None,
+    sharding: jax.sharding.Sharding | dict | None = None,
     variant: str | None = None,
 ) -> tuple[dict[str, dict[str, jax.Array]], Config, Tokenizer]:
     """Read a model from a folder in diffusers' format, with safetensors or Flax' msgpack.
@@ -72,8 +110,9 @@ def load(
     dtype : dtype
         Of parameters and computation: float32 or bfloat16. Samplers and norms compute in float32 in
         any case.
-    sharding : jax.sharding.Sharding or callable, optional
-        Where parameters lie; or a function that says it of each, from its name and shape.
+    sharding : jax.sharding.Sharding or dict, optional
+        Where parameters lie: a sharding for all, or one for each, as
+        ``stable_diffusion.parameters.shardings`` gives them.
     variant : str, optional
         The word that the files have in their names, such as "fp16".
 
@@ -110,16 +149,24 @@ def load(
         ) from None
     found = {part: read_part(folder / part, variant) for part in shapes}
     for part in shapes:
-        _check_shapes(folder / part, found[part], shapes[part])
-
-    def place(name: str, value: np.ndarray) -> jax.Array:
-        where = sharding(name, value.shape) if callable(sharding) else sharding
-        placed = jax.device_put(np.array(value, dtype), where)
-        return placed.block_until_ready()  # so that the host's copy can go before the next one
+        _check_shapes(folder / part, found[part], unstack_layers(shapes[part]))
 
     params = {}
     for part, values in found.items():
-        params[part] = {name: place(name, value) for name, value in values.items()}
+        params[part] = {}
+        # In the order of the file, with all layers of a stacked parameter where the first one is.
+        for name in dict.fromkeys(stacked_name(name)[0] for name in values):
+            shape = shapes[part][name].shape
+            if "*" not in name:
+                value = np.array(values[name], dtype)
+            else:
+                value = np.empty(shape, dtype)
+                for layer, each in enumerate(names_in_files(name, shape)):
+                    value[layer] = values[each]
+            where = sharding[part][name] if isinstance(sharding, dict) else sharding
+            placed = jax.device_put(value, where)
+            # So that the host's copy can go before the next one is read.
+            params[part][name] = placed.block_until_ready()
     return params, config, Tokenizer(tuple(tokenizers))
 
 

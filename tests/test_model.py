@@ -316,19 +316,19 @@ def test_shapes_alone_tell_the_shape_of_the_images(sd):
             "unet",
             "conv_in.bias",
             None,
-            r"The parameter conv_in.bias is missing: give .* has it as \(320,\)\.",
+            r"The parameter conv_in.bias of unet is missing: give .* has it as \(320,\)\.",
         ),
         (
             "unet",
             "conv_in.bias",
             (4,),
-            r"The parameter conv_in.bias has the shape \(4,\): give .* as \(320,\)\.",
+            r"The parameter conv_in.bias of unet has the shape \(4,\): give .* as \(320,\)\.",
         ),
         (
             "vae",
             "post_quant_conv.weight",
             (1, 1, 4, 3),
-            "The parameter post_quant_conv.weight has the shape",
+            "The parameter post_quant_conv.weight of vae has the shape",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """The parts of stable_diffusion/ against PyTorch's: names, small modules, schedulers, tokens."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -13,9 +14,15 @@ from transformers import CLIPTokenizerFast
 
 import stable_diffusion
 from helpers import bundled_checkpoint
-from stable_diffusion import configs, layers, samplers, text, unet, vae
+from stable_diffusion import configs, samplers, text, unet, vae
 from stable_diffusion.tokenizer import Tokenizer, read_tokenizer
-from stable_diffusion.weights import read_part, to_channels_first, to_channels_last
+from stable_diffusion.weights import (
+    read_part,
+    stack_layers,
+    to_channels_first,
+    to_channels_last,
+    unstack_layers,
+)
 from tests.makers import common
 
 SHAPES_SD = Path(bundled_checkpoint("shapes-sd").source)
@@ -58,7 +65,7 @@ def test_names_and_shapes_are_those_of_pytorchs_modules(names, model):
     expected = names[model]["parameters"]
     assert shapes.keys() == expected.keys()
     for part in expected:
-        found = {name: value.shape for name, value in shapes[part].items()}
+        found = {name: value.shape for name, value in unstack_layers(shapes[part]).items()}
         assert found == {
             name: to_channels_last(name, np.broadcast_to(0, shape)).shape
             for name, shape in expected[part].items()
@@ -73,24 +80,24 @@ def test_the_recorded_unets_have_as_many_numbers_as_those_on_the_hub(names):
     assert numbers == {"sd": 859_520_964, "sd21": 865_910_724, "sdxl": 2_567_463_684}
 
 
-def call(function, *inputs):
-    """Call a function of parameters with those that the reference makes up by their names."""
-    recorder = layers.ShapeRecorder()
-    jax.eval_shape(lambda: function(recorder, *inputs))
-    parameters = {}
-    for name, shape in recorder.items():
-        shape_in_pytorch = to_channels_first(name, np.broadcast_to(0, shape)).shape
-        parameters[name] = to_channels_last(name, common.made_up(name, shape_in_pytorch))
-    return jax.jit(function)(parameters, *inputs)
+def make_up(parameters):
+    """Numbers for declared parameters, which the reference makes up by their names in files."""
+    shapes = {
+        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
+        for name, parameter in parameters.items()
+    }
+    numbers = {}
+    for name, shape in unstack_layers(shapes).items():
+        shape_in_pytorch = to_channels_first(name, np.broadcast_to(0, shape.shape)).shape
+        numbers[name] = to_channels_last(name, common.made_up(name, shape_in_pytorch))
+    return stack_layers(numbers)
 
 
 def test_a_text_encoder_gives_what_pytorchs_gives(recorded):
     config = read_part_config("text_encoder_2", common.SMALL_TEXT)
-
-    def encode(p, ids):
-        return text.encode_text(p, config, ids)
-
-    hidden, _, pooled = call(encode, recorded["ids"])
+    p = make_up(text.text_parameters(config))
+    encode = jax.jit(functools.partial(text.encode_text, config=config))
+    hidden, _, pooled = encode(p, ids=recorded["ids"])
     assert is_close(hidden[-2], recorded["text hidden"])
     assert is_close(pooled, recorded["pooled"])
 
@@ -99,12 +106,13 @@ def test_a_text_encoder_gives_what_pytorchs_gives(recorded):
 def test_a_unet_gives_what_pytorchs_gives(recorded, model):
     config = read_part_config("unet", common.SMALL_UNETS[model])
 
+    @jax.jit
     def run(p, latents, timestep, context, pooled, sizes):
         condition = unet.project_text(p, config, context, pooled, sizes)
         return unet.unet(p, config, latents, timestep, condition)
 
-    output = call(
-        run,
+    output = run(
+        make_up(unet.unet_parameters(config)),
         channels_last(common.made_up_input("latents", 2, 4, 8, 12)),
         jnp.float32([10, 700]),
         common.made_up_input("context", 2, 7, 32),
@@ -130,11 +138,13 @@ def test_a_vae_gives_what_pytorchs_gives(recorded):
     image = 1 / (1 + np.exp(-common.made_up_input("image", 1, 3, 8, 12)))
     latents = common.made_up_input("latents of an image", 1, 4, 4, 6)
 
+    @jax.jit
     def run(p, image, latents):
         mean, deviation = vae.encode(p, config, image)
         return mean, deviation, vae.decode(p, config, latents)
 
-    mean, deviation, decoded = call(run, channels_last(image), channels_last(latents))
+    p = make_up(vae.vae_parameters(config))
+    mean, deviation, decoded = run(p, channels_last(image), channels_last(latents))
     assert is_close(channels_first(mean), recorded["mean"])
     assert is_close(channels_first(deviation), recorded["deviation"])
     assert is_close(channels_first(decoded), recorded["decoded"])

@@ -24,7 +24,12 @@ import course.lora
 import stable_diffusion as sd
 from helpers import bundled_checkpoint
 from stable_diffusion import convert, edit, lora, samplers, vae
-from stable_diffusion.weights import DTYPES, map_safetensors, to_channels_first
+from stable_diffusion.weights import (
+    DTYPES,
+    map_safetensors,
+    to_channels_first,
+    unstack_layers,
+)
 from tests.makers import common
 
 SOURCES = {name: Path(bundled_checkpoint(name).source) for name in ("shapes-sd", "shapes-sdxl")}
@@ -113,8 +118,9 @@ def write_safetensors(file, header, params):
     with file.open("wb") as opened:
         opened.write(len(header).to_bytes(8, "little"))
         opened.write(header.encode())
+        by_name = unstack_layers(params)
         for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
-            value = to_channels_first(name, params[name])
+            value = to_channels_first(name, by_name[name])
             opened.write(value.astype(DTYPES[entries[name]["dtype"]]).tobytes())
 
 
@@ -148,23 +154,29 @@ def test_files_in_bfloat16_are_read_as_they_are(models, folder, tmp_path):
     assert same(sd.load(tmp_path, jnp.bfloat16)[0], params)
 
 
-def test_parameters_go_where_a_sharding_says(folder):
+def test_parameters_go_where_rules_say(folder):
     devices = jax.device_count()
-    mesh = jax.make_mesh((devices,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def place(name, shape):
-        if name.endswith("weight") and shape[-1] % devices == 0:
-            return NamedSharding(mesh, P(*[None] * (len(shape) - 1), "model"))
-        return NamedSharding(mesh, P())
-
-    unet = sd.load(folder, sharding=place)[0]["unet"]
-    for name, value in unet.items():
-        assert value.sharding.is_equivalent_to(place(name, value.shape), value.ndim)
-    weight = unet["conv_in.weight"]
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    places = sd.shardings(sd.read_config(folder), mesh, sd.FULLY_SHARDED)
+    params, _, _ = sd.load(folder, sharding=places)
+    for value, place in zip(jax.tree.leaves(params), jax.tree.leaves(places), strict=True):
+        assert value.sharding.is_equivalent_to(place, value.ndim)
+    weight = params["unet"]["conv_in.weight"]
     assert weight.addressable_shards[0].data.nbytes * devices == weight.nbytes
+    held = sum(value.addressable_shards[0].data.nbytes for value in jax.tree.leaves(params))
+    assert held < 1.1 / devices * sum(value.nbytes for value in jax.tree.leaves(params))
     everywhere = NamedSharding(mesh, P())
     params, _, _ = sd.load(folder, sharding=everywhere)
     assert all(value.sharding == everywhere for value in jax.tree.leaves(params))
+
+
+def test_rules_that_do_not_fit_are_answered_by_a_sentence(folder):
+    config = sd.read_config(folder)
+    mesh = jax.make_mesh((5,), ("data",), devices=jax.devices()[:5])
+    with pytest.raises(ValueError, match="no axis 'model': choose one of data"):
+        sd.shardings(config, mesh, sd.TENSOR_PARALLEL)
+    with pytest.raises(ValueError, match=r"and 5 devices do not divide \d+: choose another number"):
+        sd.shardings(config, mesh, sd.FULLY_SHARDED)
 
 
 def test_arrays_of_safetensors_stay_on_disk_and_metadata_comes_with_them(tmp_path):
@@ -199,7 +211,7 @@ def write_single_file(params, config, file):
     tensors = {"model_ema.decay": np.ones(1, np.float32)}
     thirds = {}
     for part, values in params.items():
-        for name, value in values.items():
+        for name, value in unstack_layers(values).items():
             theirs, third = convert.original_name(part, name, config)
             value = to_channels_first(name, value)
             if theirs.endswith("text_projection"):
@@ -318,7 +330,7 @@ def test_a_lora_that_is_saved_is_read_again(models, loras, name, tmp_path):
 def test_kohyas_files_for_xl_may_name_the_unet_as_the_original_layout_does(models, loras, tmp_path):
     params, config, _ = models["shapes-sdxl"]
     theirs = {}
-    for name in params["unet"]:
+    for name in unstack_layers(params["unet"]):
         ours = name.removesuffix(".weight").replace(".", "_")
         original = convert.name_unet(name, config).removesuffix(".weight").replace(".", "_")
         theirs[f"lora_unet_{ours}"] = f"lora_unet_{original}"

@@ -1,7 +1,5 @@
 """The model of ``stable_diffusion`` as programs to ask about, from its configuration alone."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +18,17 @@ from course.tpu.programs import (
     ask_pieces,
     find_folder,
 )
-from stable_diffusion import Config, encode_prompts, generate, parameter_shapes, read_config
-from stable_diffusion.layers import ShapeRecorder
-from stable_diffusion.pipeline import pair, unpair
+from stable_diffusion import (
+    Config,
+    denoise_step,
+    encode_condition,
+    generate,
+    parameter_shapes,
+    read_config,
+)
+from stable_diffusion.layers import within
 from stable_diffusion.samplers import SAMPLERS
-from stable_diffusion.unet import Block, Condition, project_text, transformer, unet
+from stable_diffusion.unet import Block, Condition, transformer, transformer_parameters
 from stable_diffusion.vae import decode
 
 
@@ -80,27 +84,19 @@ def take_whole(program: Program) -> Piece:
 def take_encoders(program: Program) -> Piece:
     """The text encoders, and what the UNet makes of their results once for all steps."""
     config = load_config(program.model)
+
+    def encode(params, ids, negative_ids):
+        return encode_condition(
+            params, config, ids, negative_ids, height=program.height, width=program.width
+        )
+
     params = parameter_shapes(config, program.dtype)
     ids = token_ids(program, config)
-    return Piece(functools.partial(encode, config), (params, ids, ids))
-
-
-def encode(config: Config, params: dict, ids, negative_ids):
-    """What the UNet reads of prompts and negative prompts, as ``generate`` computes it."""
-    context, pooled = encode_prompts(params, config, ids)
-    negative_context, negative_pooled = encode_prompts(params, config, negative_ids)
-    sizes = jnp.zeros(6)
-    return project_text(
-        params["unet"],
-        config.unet,
-        pair(negative_context, context),
-        pair(negative_pooled, pooled),
-        sizes,
-    )
+    return Piece(encode, (params, ids, ids))
 
 
 def take_step(program: Program, axis: str | None = None) -> Piece:
-    """A step of denoising: the UNet, guidance, and the sampler.
+    """A step of denoising: the model's prediction with guidance, and the sampler.
 
     With an axis of two devices, for ``jax.shard_map``, it is the step of a device that does one
     half of guidance.
@@ -110,22 +106,22 @@ def take_step(program: Program, axis: str | None = None) -> Piece:
 
     def denoise(p, condition, guidance, i, latents, memory):
         point = sampler.point(config.schedule, program.steps, i)
-        if axis:  # this device's half, and then both devices' answers
-            half = jax.lax.axis_index(axis)
-            mine = jax.tree.map(lambda part: unpair(part)[half], condition)
-            noise = unet(p, config.unet, latents, point.timestep, mine, program.attention)
-            without, with_prompt = jax.lax.all_gather(noise.astype(jnp.float32), axis)
-        else:
-            twice = pair(latents, latents)
-            noise = unet(p, config.unet, twice, point.timestep, condition, program.attention)
-            without, with_prompt = unpair(noise.astype(jnp.float32))
-        noise = without + guidance * (with_prompt - without)
+        predicted = denoise_step(
+            {"unet": p},
+            config,
+            latents,
+            point.timestep,
+            condition,
+            guidance,
+            attention=program.attention,
+            guidance_axis=axis,
+        )
         last = program.steps - 1
-        return sampler.step(config.schedule, latents, noise, point, i, last, memory)
+        return sampler.step(config.schedule, latents, predicted, point, i, last, memory)
 
+    encoders = take_encoders(program)
+    condition = jax.eval_shape(encoders.function, *encoders.arguments)
     params = parameter_shapes(config, program.dtype)
-    ids = token_ids(program, config)
-    condition = jax.eval_shape(functools.partial(encode, config), params, ids, ids)
     latents = latents_of(program, config)
     memory = jax.eval_shape(sampler.memory, latents)
     guidance = array(dtype=jnp.float32)
@@ -165,17 +161,18 @@ def take_transformer(program: Program, channels: int) -> Piece:
     texts = 2 * program.batch  # without the prompts, and with them
     scale = config.pixels_per_latent * 2**level
     x = array(texts, program.height // scale, program.width // scale, channels, dtype=program.dtype)
-    # Keys and values of the text, (texts, tokens, heads, channels of a head).
+    # Keys and values of the text, (layers, texts, tokens, heads, channels of a head).
     tokens = config.text[0].max_position_embeddings
-    word = array(texts, tokens, heads, channels // heads, dtype=program.dtype)
-    words = {"it.transformer_blocks.0.attn2": (word, word)}
+    word = array(1, texts, tokens, heads, channels // heads, dtype=program.dtype)
+    words = {"it": (word, word)}
 
     def run(p, x, words):
         return transformer(p, config.unet, block, x, Condition(words), program.attention)
 
-    noted = ShapeRecorder()
-    jax.eval_shape(lambda x, words: run(noted, x, words), x, words)
-    params = {name: array(*shape, dtype=program.dtype) for name, shape in noted.items()}
+    declared = within("it", transformer_parameters(config.unet, block))
+    params = {
+        name: array(*parameter.shape, dtype=program.dtype) for name, parameter in declared.items()
+    }
     return Piece(run, (params, x, words))
 
 

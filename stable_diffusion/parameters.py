@@ -1,0 +1,117 @@
+"""All parameters of a model: their names, their shapes, and over which devices they are split.
+
+The modules of the parts declare their own, beside the functions that use them, with a *logical
+name* for each axis. A table of *rules* says over which axis of a mesh the axes of a name are split,
+as Google's jax-llm-examples do it: so one model serves every way to split it.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stable_diffusion.configs import Config
+from stable_diffusion.layers import Parameter
+from stable_diffusion.text import text_parameters
+from stable_diffusion.unet import unet_parameters
+from stable_diffusion.vae import vae_parameters
+
+# Rules: for a logical name the axis of a mesh. Axes whose names are not here stay whole.
+# Each device has all parameters, and draws images of its own (data parallelism).
+DATA_PARALLEL = {}
+# Each device has some heads of all attentions, and some channels of all feed-forward layers
+# (tensor parallelism): Shoeybi et al., 2019.
+TENSOR_PARALLEL = {"heads": "model", "mlp": "model"}
+# Each device has a part of every large parameter, and the parts are gathered where they are used
+# (fully sharded data parallelism): Rajbhandari et al., 2019.
+FULLY_SHARDED = {"embed": "data", "outputs": "data", "context": "data"}
+
+
+@functools.cache
+def model_parameters(config: Config) -> dict[str, dict[str, Parameter]]:
+    """Shapes and logical axes of all parameters, for each part by name.
+
+    The parts are "unet", "vae", "text_encoder" and, of Stable Diffusion XL, "text_encoder_2".
+    """
+    found = {
+        "unet": unet_parameters(config.unet),
+        "vae": vae_parameters(config.vae),
+        "text_encoder": text_parameters(config.text[0]),
+    }
+    if len(config.text) == 2:
+        found["text_encoder_2"] = text_parameters(config.text[1])
+    return found
+
+
+def parameter_shapes(
+    config: Config, dtype: Any = jnp.float32
+) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """Shapes of all parameters, for each part by name."""
+    found = {}
+    for part, parameters in model_parameters(config).items():
+        found[part] = {}
+        for name, parameter in parameters.items():
+            found[part][name] = jax.ShapeDtypeStruct(parameter.shape, dtype)
+    return found
+
+
+def check_parameters(params: dict, config: Config) -> None:
+    """Raise ``ValueError`` and name the parameter, if one is missing or has a different shape."""
+    for part, parameters in model_parameters(config).items():
+        for name, parameter in parameters.items():
+            value = params.get(part, {}).get(name)
+            if value is None:
+                found = "is missing"
+            elif value.shape != parameter.shape:
+                found = f"has the shape {value.shape}"
+            else:
+                continue
+            raise ValueError(
+                f"The parameter {name} of {part} {found}: give parameters of this model, which has "
+                f"it as {parameter.shape}."
+            )
+
+
+def shardings(
+    config: Config, mesh: Mesh, rules: Mapping[str, str]
+) -> dict[str, dict[str, NamedSharding]]:
+    """Where parameters lie by a table of rules, for each part by name.
+
+    Parameters
+    ----------
+    config : Config
+    mesh : jax.sharding.Mesh
+    rules : mapping
+        For a logical name an axis of the mesh, such as ``TENSOR_PARALLEL``.
+
+    Returns
+    -------
+    dict
+        For ``load`` and ``jax.device_put``.
+
+    Raises
+    ------
+    ValueError
+        If a rule names an axis that the mesh does not have, or devices do not divide an axis.
+    """
+    for axis in rules.values():
+        if axis not in mesh.shape:
+            names = ", ".join(mesh.axis_names)
+            raise ValueError(f"The mesh has no axis {axis!r}: choose one of {names}.")
+    found = {}
+    for part, parameters in model_parameters(config).items():
+        found[part] = {}
+        for name, parameter in parameters.items():
+            spec = [rules.get(axis) for axis in parameter.axes]
+            for size, axis in zip(parameter.shape, spec, strict=True):
+                if axis and size % mesh.shape[axis]:
+                    raise ValueError(
+                        f"{name} of {part} is {parameter.shape}, and {mesh.shape[axis]} devices do "
+                        f"not divide {size}: choose another number of devices, or other rules."
+                    )
+            found[part][name] = NamedSharding(mesh, P(*spec))
+    return found
