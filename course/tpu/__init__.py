@@ -4,7 +4,8 @@ The compiler, libtpu, runs on any Linux machine with an x86-64 processor. Progra
 shapes alone. `ask_compiler` takes any function and gives a `Report`. For Stable Diffusion there is
 one more step: a `Program` says what is drawn and how; `course.tpu.pipelines` and `course.tpu.model`
 take it apart into pieces, each a function and its shapes; the `Answer` has a report on each. What
-was asked before is in `course.tpu.records`. From a shell: ``python -m course.tpu --help``.
+was asked before is in `course.tpu.records`. What JAX's trace of a function says without a compiler
+is in `course.tpu.products` and `course.tpu.pallas`. From a shell: ``python -m course.tpu --help``.
 """
 
 from course.tpu.chips import CHIPS, Chip, find_chip, tpu_devices
