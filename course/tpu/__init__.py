@@ -11,6 +11,7 @@ is in `course.tpu.products` and `course.tpu.pallas`. From a shell: ``python -m c
 from course.tpu.chips import CHIPS, Chip, find_chip, tpu_devices
 from course.tpu.compiler import Memory, Report, Times, Work, ask_compiler, find_times, versions
 from course.tpu.programs import Answer, Piece, Program
+from course.tpu.records import ask_or_recall, compiler_report
 
 __all__ = [
     "CHIPS",
@@ -23,6 +24,8 @@ __all__ = [
     "Times",
     "Work",
     "ask_compiler",
+    "ask_or_recall",
+    "compiler_report",
     "find_chip",
     "find_times",
     "tpu_devices",

@@ -134,6 +134,9 @@ class Report:
     #: what it copies between memories, which `Work.bytes_accessed` counts several times; None if
     #: nobody wrote it down
     copies: tuple[Copy, ...] | None = None
+    #: the compiled program in HLO, the compiler's language, but for the notes that it makes for
+    #: itself (``backend_config``); empty unless somebody asked for it
+    text: str = ""
 
     @property
     def fits(self) -> bool:
@@ -218,7 +221,11 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def ask_compiler(
-    function: Callable, *arguments, chip: str = "v5e", timeout: float | None = None
+    function: Callable,
+    *arguments,
+    chip: str = "v5e",
+    timeout: float | None = None,
+    keep_text: bool = False,
 ) -> Report:
     """Compile a function for a TPU that is not there, and say what the compiler finds.
 
@@ -238,6 +245,8 @@ def ask_compiler(
         A key of ``CHIPS``.
     timeout : float, optional
         Seconds after which the compiler is stopped. By default it takes as long as it takes.
+    keep_text : bool
+        Whether the report has the text of the compiled program. That of a real model is long.
 
     Raises
     ------
@@ -303,6 +312,7 @@ def ask_compiler(
         collectives=tuple(Collective(**collective) for collective in said["collectives"]),
         note=said["note"],
         copies=tuple(Copy(**copy) for copy in said["copies"]),
+        text=said["text"] if keep_text else "",
     )
 
 

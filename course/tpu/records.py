@@ -3,15 +3,16 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from tabulate import tabulate
 
-from course.tpu.chips import CHIPS, Chip
+from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.collectives import Collective
-from course.tpu.compiler import Memory, Report, Times, Work
+from course.tpu.compiler import Memory, Report, Times, Work, ask_compiler, versions
 from course.tpu.copies import Copy
 from course.tpu.products import ROWS, Product
 from course.tpu.programs import PARTS, STEP, WHOLE, Answer, Program
@@ -83,6 +84,60 @@ def recorded_times(program: Program) -> Times | None:
     if None in parts.values():
         return None
     return Answer(program, parts).times
+
+
+def ask_or_recall(function: Callable, *arguments, chip: str = "v5e") -> Report:
+    """Ask the compiler about a function; where it cannot be asked, recall a recorded answer.
+
+    In ``benchmarks/questions.json`` are the answers to the questions of chapter 8. The report has
+    the text of the compiled program.
+
+    Parameters
+    ----------
+    function, *arguments, chip
+        As for `course.tpu.ask_compiler`. A question is known by the function's name, its arguments'
+        types, and the chip.
+
+    Raises
+    ------
+    RuntimeError
+        If the compiler cannot be asked here, and this question was not recorded.
+    """
+    try:
+        find_chip(chip)
+    except RuntimeError as error:
+        question = question_of(function, *arguments, chip=chip)
+        content = json.loads(find_data("benchmarks/questions.json").read_text())
+        if question not in content:
+            raise RuntimeError(f"{error} None is recorded on {question}.") from None
+        return read_report(content[question])
+    return ask_compiler(function, *arguments, chip=chip, keep_text=True)
+
+
+def question_of(function: Callable, *arguments, chip: str = "v5e") -> str:
+    """How a question to the compiler is recorded.
+
+    Examples
+    --------
+    >>> x = jax.ShapeDtypeStruct((8, 128), "bfloat16")
+    >>> question_of(jax.numpy.sin, x)
+    'sin(bfloat16[8,128]) on v5e'
+    """
+    types = []
+    for leaf in jax.tree.leaves(arguments):
+        sides = ",".join(str(side) for side in leaf.shape)
+        types.append(f"{leaf.dtype}[{sides}]")
+    return f"{function.__name__}({', '.join(types)}) on {chip}"
+
+
+def compiler_report() -> str:
+    """Whether the TPU compiler can be asked here, in a sentence."""
+    try:
+        require_compiler()
+    except RuntimeError as error:
+        return f"{error}\nWhat follows are recorded answers."
+    used = versions("jax", "libtpu")
+    return f"The TPU compiler can be asked: libtpu {used['libtpu']}, with jax {used['jax']}."
 
 
 def largest_batch(program: Program, answers: Iterable[Answer]) -> int | None:
