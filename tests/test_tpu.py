@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import nbformat
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
@@ -144,7 +145,7 @@ def test_copies_between_memories_count_several_times_in_the_bytes_accessed():
     # A copy adds what it reads, both places that its start names, and what its end gives.
     assert report.work.bytes_accessed - 4 * copied == pytest.approx(products, rel=0.001)
     page = str(report)
-    assert "The compiler counts 157.3 MB accessed. That has 2 copies between memories, of" in page
+    assert "The compiler counts 157.3 MB accessed.\nIn that are, several times, 2 copies" in page
 
 
 def test_copies_are_read_from_the_text_of_a_program():
@@ -356,6 +357,26 @@ def test_other_systems_get_one_sentence(monkeypatch, capsys, system, machine):
     said = capsys.readouterr().err
     assert f"and this is {system} on {machine}" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_chapter_8_runs_where_the_compiler_is_missing(monkeypatch, capsys):
+    """It shows recorded answers to all of its questions, those of its solutions among them."""
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: None)
+    names = {}
+    for cell in nbformat.read(ROOT / "notebooks" / "08_tpu_compiler.ipynb", as_version=4).cells:
+        if cell.cell_type == "code" and "setup" not in cell.metadata.get("tags", []):
+            exec(cell.source, names)
+    said = capsys.readouterr().out
+    assert "What follows are recorded answers." in said
+    assert "It fits: it takes 0.09 GiB on each device, of 15.75 GiB." in said
+    assert "from 253 rows on" in said
+    unknown = shape(3, 5)
+    with pytest.raises(RuntimeError, match=r"None is recorded on add_one\(float32\[3,5\]\) on v5e"):
+        tpu.ask_or_recall(names["add_one"], unknown)
+    with pytest.raises(RuntimeError, match=r"None is recorded on shapes-sd, .* batch 7"):
+        pipelines.ask_or_recall(Program("shapes-sd", batch=7))
 
 
 def install(monkeypatch, libtpu: str | None, jax_needs: list[str]):

@@ -179,9 +179,10 @@ class Report:
         if self.copies:
             number = sum(copy.number for copy in self.copies)
             total = sum(copy.number * copy.bytes for copy in self.copies)
+            copies = "1 copy" if number == 1 else f"{number} copies"
             text += (
-                f" That has {number} copies between memories, of {total / 1e6:,.4g} MB, several "
-                f"times; the largest: {self.copies[0]}."
+                f"\nIn that are, several times, {copies} from memory to memory, "
+                f"{total / 1e6:,.4g} MB; the largest: {self.copies[0]}"
             )
         return text
 
