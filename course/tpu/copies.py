@@ -14,7 +14,7 @@ class Copy:
     """Copies of arrays of one type, which run while the chip computes something else.
 
     Where an array lies, the text says behind its tiles: ``S(1)`` is memory space 1. Space 0, HBM,
-    is left out there. Space 1 is VMEM, the memory on the chip; on v4 the compiler copies to space 3.
+    is left out there. Space 1 is VMEM, the memory on the chip; on v4 copies go to space 3.
 
     `Work.bytes_accessed` has four times a copy's bytes in it, besides the operation that reads the
     result: what ``copy-start`` reads, both places that its result names, and what ``copy-done``
