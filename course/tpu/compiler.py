@@ -44,8 +44,8 @@ class Work:
     """What a program does in one run on each device. The compiler counts a loop's body once."""
 
     flops: float  #: floating-point operations
-    #: as the compiler counts: what each operation reads and writes, in whatever memory, and some
-    #: bytes several times. It says nothing about time.
+    #: what each operation reads and writes by the compiler's count, in whatever memory, and some
+    #: bytes several times, see `Report.copies`; it says nothing about time
     bytes_accessed: float
     #: of the arguments that are read, and of the output, which have to be moved at least
     least_bytes: int

@@ -25,14 +25,14 @@ class Product:
     pixels by a matrix (input channels, output channels).
     """
 
-    number: int  #: how many: heads and batch for attention, places of the kernel for a convolution
+    number: int  #: heads of a batch for attention, places of the kernel for a convolution
     rows: int  #: such as pixels, or tokens
     depth: int  #: what is summed over
     columns: int  #: of the result
 
     @property
     def flops(self) -> int:
-        """Floating-point operations: a multiplication and an addition for each summand."""
+        """Floating-point operations, a multiplication and an addition for each summand."""
         return 2 * self.number * self.rows * self.depth * self.columns
 
     def padded_flops(self, tile: int, rows: int = ROWS) -> int:

@@ -303,9 +303,9 @@ def padded_seconds(program: Program, chip: Chip, rows: int = ROWS) -> float:
 
     Parameters
     ----------
-    program : Program
+    program : course.tpu.Program
         Of ``sd`` or ``sdxl``, in the usual size and with a batch of one.
-    chip : Chip
+    chip : course.tpu.Chip
         Its figures; how wide its MXU is, `CHIPS` says.
     rows : int
         See `Product.padded_flops`.
