@@ -37,14 +37,24 @@ def read_collectives(text: str) -> list[Collective]:
         if not instruction:
             continue
         result, kind = instruction.groups()
-        bits = 0
-        # Arrays are written as bf16[2,1024,1280]: the bits of a number, and the sizes.
-        for width, sizes in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", result):
-            numbers = math.prod(int(size) for size in sizes.split(",") if size)
-            bits += int(width or 8) * numbers  # a pred is a byte
         origin = re.search(r'op_name="([^"]*)"', line)
-        found.append(Collective(kind, bits // 8, origin[1] if origin else ""))
+        found.append(Collective(kind, array_bytes(result), origin[1] if origin else ""))
     return found
+
+
+def array_bytes(text: str) -> int:
+    """Bytes of all arrays in a piece of a program's text, which writes them as bf16[2,1024,1280].
+
+    Examples
+    --------
+    >>> array_bytes("(bf16[2,1024]{1,0}, pred[])")
+    4097
+    """
+    bits = 0
+    for width, sizes in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", text):
+        numbers = math.prod(int(size) for size in sizes.split(",") if size)
+        bits += int(width or 8) * numbers  # a pred is a byte
+    return bits // 8
 
 
 def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
