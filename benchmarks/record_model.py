@@ -3,8 +3,8 @@
 Both draw the same prompts with the same weights, steps and sampler, on simulated devices of this
 machine's CPU. They take turns, and each ratio is of two neighbours, so whatever else the machine
 does slows both. Core seconds are what the cores worked for a program, however long it had to wait
-for them. It takes about ten minutes on 2 cores, and chapter 11 shows the record. What is recorded
-is left out: delete the file to measure anew.
+for them. It takes about ten minutes on 2 cores, and chapter 11 points to the record. What is
+recorded is left out: delete the file to measure anew.
 """
 
 import argparse

@@ -55,6 +55,22 @@ PRINTED = {
         r"\[0\] 6 prompt\(s\), [1-5] drawn already; [12] round\(s\) to go, "
         r"on 4 device\(s\) of 1 process\(es\)$",
     ],
+    "11_the_model": [
+        r"by_scan, 10 layer\(s\): \d+ lines",
+        *(
+            rf"{call}: 0 program\(s\) compiled$"
+            for call in (
+                "the same again",
+                "another prompt",
+                "another guidance scale",
+                "fewer steps",
+                "something not to draw",
+            )
+        ),
+        r"largest difference: 0\.0\d\d of 255$",
+        r"largest difference of the first: 0\.0\d\d of 255$",
+        r"Meant to fail\. ValueError: The parameter conv_in\.weight of unet is missing",
+    ],
 }
 
 

@@ -107,7 +107,7 @@ def test_the_wheel_carries_the_checkpoints_and_what_was_recorded(wheel):
         for file in readers
         for name in re.findall(r'find_data\(\\?"([^"\\]+)', file.read_text())
     }
-    assert {"checkpoints", "benchmarks/model.json", "benchmarks/tpu"} <= names
+    assert {"checkpoints", "benchmarks/cpu.json", "benchmarks/tpu"} <= names
     assert [name for name in names if not (wheel / "helpers" / "data" / name).exists()] == []
 
 
