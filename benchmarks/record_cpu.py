@@ -1,13 +1,16 @@
 """Record how fast the bundled checkpoint draws on this CPU: ``benchmarks/cpu.json``.
 
-Three programs draw in turn: diffusers' Flax pipeline, the model of ``stable_diffusion``, and, if
-there is a ``.venv-train``, PyTorch's diffusers. The fewest steps come from
-``benchmarks/steps.json``. It takes about five minutes on 2 cores, and chapter 12 shows it.
+Programs draw the same images in turn: diffusers' Flax pipeline, the model of ``stable_diffusion``
+with fewer and fewer steps, and, if there is a ``.venv-train``, PyTorch's diffusers, as it is and
+compiled. Ratios are medians over neighbours in time. How many captions a setting draws right is
+from ``benchmarks/steps.json``. It takes about five minutes on 2 cores, which must have nothing else
+to do: on a busy machine PyTorch loses far more than JAX. Chapter 12 shows it.
 """
 
+import contextlib
+import functools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -30,6 +33,10 @@ ROUNDS = 5
 SAMPLER = "ddim"  # what is usual here
 STEPS = 30
 PROMPTS = ["a small red heart on a white background"] * BATCH
+PIPELINE = "the guides' pipeline"
+MODEL = "this model"
+EAGER = "PyTorch's diffusers"
+COMPILED = "PyTorch's diffusers, compiled"
 
 
 def flax_pipeline(folder: Path) -> Callable[[], None]:
@@ -50,7 +57,7 @@ def flax_pipeline(folder: Path) -> Callable[[], None]:
     return draw
 
 
-def plain_jax(folder: Path, sampler: str, steps: int, unguided: int = 0) -> Callable[[], None]:
+def plain_jax(folder: Path, sampler: str, steps: int, unguided: int) -> Callable[[], None]:
     """A function that draws with the model in plain JAX."""
     params, config, tokenize = stable_diffusion.load(folder)
     generate = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
@@ -79,9 +86,9 @@ def plain_jax(folder: Path, sampler: str, steps: int, unguided: int = 0) -> Call
 class PyTorch:
     """A process that draws with PyTorch's diffusers, `benchmarks.draw_with_pytorch`."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *how: str):
         self.process = subprocess.Popen(
-            [PYTORCH, "-m", "benchmarks.draw_with_pytorch", str(folder), str(BATCH)],
+            [PYTORCH, "-m", "benchmarks.draw_with_pytorch", str(folder), str(BATCH), *how],
             cwd=ROOT,
             # Threads that wait busily take the cores from whatever else runs on the machine.
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"},
@@ -115,53 +122,86 @@ def pytorch_versions() -> dict[str, str]:
     return {"torch": torch, "diffusers": diffusers}
 
 
-def time_in_turns(source: Path, best: dict) -> dict[str, list[float]]:
-    """Seconds of each program's calls after the first, which compiles."""
-    calls = {
-        "diffusers, Flax": flax_pipeline(source),
-        "this model": plain_jax(source, SAMPLER, STEPS),
-        "this model, best settings": plain_jax(
-            source, best["sampler"], best["steps"], best["unguided"]
-        ),
-    }
-    pytorch_calls = {}
-    with tempfile.TemporaryDirectory() as folder:
-        pytorch = None
+def time_in_turns(source: Path, settings: dict[str, dict]) -> dict[str, list[float]]:
+    """Seconds of each program's calls after the first two, which compile and warm up."""
+    flax = flax_pipeline(source)
+    calls = {PIPELINE: lambda: time_call(flax)}
+    for name, setting in settings.items():
+        draw = plain_jax(source, setting["sampler"], setting["steps"], setting["unguided"])
+        calls[name] = functools.partial(time_call, draw)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if PYTORCH.exists():
             write_for_pytorch(source, Path(folder))
-            pytorch = PyTorch(Path(folder))
-            pytorch_calls = {
-                "diffusers, PyTorch": (SAMPLER, STEPS),
-                "diffusers, PyTorch, best sampler and steps": (best["sampler"], best["steps"]),
-            }
-        seconds = {name: [] for name in [*calls, *pytorch_calls]}
-        for _ in range(1 + ROUNDS):
-            for name, draw in calls.items():
-                start = time.perf_counter()
-                draw()
-                seconds[name].append(time.perf_counter() - start)
-            for name, (sampler, steps) in pytorch_calls.items():
-                seconds[name].append(pytorch.draw(sampler, steps))
-        if pytorch:
-            pytorch.close()
-    return {name: times[1:] for name, times in seconds.items()}
+            for name, how in {EAGER: [], COMPILED: ["compile"]}.items():
+                pytorch = PyTorch(Path(folder), *how)
+                stack.callback(pytorch.close)
+                calls[name] = functools.partial(pytorch.draw, SAMPLER, STEPS)
+        seconds = {name: [] for name in calls}
+        for turn in range(2 + ROUNDS):
+            print(f"turn {turn + 1} of {2 + ROUNDS}", flush=True)
+            for name, call in calls.items():
+                seconds[name].append(call())
+    return {name: times[2:] for name, times in seconds.items()}
+
+
+def time_call(draw: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    draw()
+    return time.perf_counter() - start
+
+
+def find_settings(record: dict) -> dict[str, dict]:
+    """The rungs of the ladder: each of the model's settings, with its score."""
+    best = record_steps.find_best(record)
+    usual = {"sampler": SAMPLER, "steps": STEPS, "unguided": 0}
+    fewer = best | {"unguided": 0}
+    settings = {
+        MODEL: usual,
+        f"{best['steps']} steps": fewer,
+        f"{best['steps']} steps, the last {best['unguided']} without guidance": best,
+    }
+    found = {}
+    for name, setting in settings.items():
+        wanted = {key: setting[key] for key in ("sampler", "steps", "unguided")}
+        (row,) = [
+            row
+            for row in record["rows"]
+            if row["checkpoint"] == best["checkpoint"] and wanted.items() <= row.items()
+        ]
+        found[name] = wanted | {"right": row["right"]}
+    return found
+
+
+def median_ratio(slower: list[float], faster: list[float]) -> float:
+    """How many times as fast, the median over neighbours in time."""
+    return round(statistics.median(a / b for a, b in zip(slower, faster, strict=True)), 3)
 
 
 def main() -> None:
     quiet_warnings()
-    best = record_steps.find_best(read_json(record_steps.TARGET, default=None))
-    seconds = time_in_turns(find_data("checkpoints") / best["checkpoint"], best)
-    rates = {name: BATCH / statistics.median(times) for name, times in seconds.items()}
+    busy, _, _ = os.getloadavg()
+    if busy > 0.5:
+        raise SystemExit(f"The machine is busy, its load is {busy}: wait until it is idle.")
+    record = read_json(record_steps.TARGET, default=None)
+    settings = find_settings(record)
+    checkpoint = record_steps.find_best(record)["checkpoint"]
+    seconds = time_in_turns(find_data("checkpoints") / checkpoint, settings)
     content = origin("jax", "jaxlib", "flax", "diffusers", "transformers") | {
-        "machine": f"{machine()['cores']} cores, {platform.machine()}",
-        "checkpoint": best["checkpoint"],
+        "machine": machine(),
+        "checkpoint": checkpoint,
         "batch": BATCH,
-        "best": best,
+        "pictures": record["pictures"],
+        "settings": settings,
         "seconds": {name: [round(time, 4) for time in times] for name, times in seconds.items()},
-        "images in a second": {name: round(rate, 2) for name, rate in rates.items()},
+        "times as fast as the pipeline": {
+            name: median_ratio(seconds[PIPELINE], times) for name, times in seconds.items()
+        },
     }
     if PYTORCH.exists():
         content["versions of PyTorch"] = pytorch_versions()
+        content["this model, times as fast as PyTorch"] = {
+            name: median_ratio(seconds[name], seconds[MODEL]) for name in (EAGER, COMPILED)
+        }
     write_json(TARGET, content)
     print(json.dumps(content, indent=1))
 

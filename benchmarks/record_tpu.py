@@ -44,7 +44,7 @@ STACKS = (
 )
 SIZES = ((1024, 1024), (1280, 960), (1152, 896), (1216, 832), (1344, 768), (768, 768))
 # Where the search for the largest batch of the model begins, for each chip.
-LARGEST = {"v5e": 4, "v6e": 16}
+LARGEST = {"v5e": 12, "v6e": 48}
 
 
 def pipeline_programs() -> dict[str, Program]:
@@ -87,24 +87,17 @@ def model_pieces() -> list[tuple[Program, str]]:
     def sd(attention: str, steps: int = 20) -> Program:
         return Program("sd", steps=steps, attention=attention)
 
-    found = [(xl("auto"), STEP), (xl("auto"), DECODER), (xl("auto"), ENCODERS)]
-    for attention in ("plain", "dot_product", "auto"):
+    found = [(xl("plain"), piece) for piece in (STEP, DECODER, ENCODERS)]
+    for attention in ("plain", "dot_product", "flash"):
         for channels in (640, 1280):
             found.append((xl(attention), model.transformer_name(channels)))
-    for attention in ("plain", "dot_product", "auto"):
+    for attention in ("plain", "dot_product"):
         for channels in (320, 640, 1280):
             found.append((sd(attention), model.transformer_name(channels)))
     for size in SIZES[1:]:
-        for attention in ("dot_product", "auto"):
-            found.append((xl(attention, size), model.transformer_name(640)))
+        found.append((xl("dot_product", size), model.transformer_name(640)))
     for piece in (STEP, DECODER, ENCODERS):
-        found.append((sd("auto", steps=50), piece))
-    found.append((xl("plain"), STEP))
-    found.append((sd("plain", steps=50), STEP))
-    found.append((xl("auto"), SHARED_STEP))
-    for size in SIZES[1:]:
-        found.append((xl("auto", size), STEP))
-    found.append((xl("auto", chip="v6e"), STEP))
+        found.append((sd("plain", steps=50), piece))
     return found
 
 
@@ -205,7 +198,7 @@ def find_left(
         if find_report(answers, program, name) is None:
             left[f"{program}: {name}"] = functools.partial(ask, pieces_file, program, name)
     for chip, first in LARGEST.items():
-        program = Program("sdxl", chip, steps=20, attention="auto")
+        program = Program("sdxl", chip, steps=20, attention="plain", decode_batch=1)
         searches[str(program)] = (pieces_file, program, start or first)
     for name, (file, program, first) in searches.items():
         batch = next_batch(program, read(file), first)

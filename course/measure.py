@@ -78,7 +78,7 @@ def measure(
     model: str = "shapes-sd",
     steps: int = 20,
     batch: int = 1,
-    attention: str = "auto",
+    attention: str = "plain",
     height: int | None = None,
     width: int | None = None,
     calls: int = 5,
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help="by default %(default)s")
     for name in ("height", "width"):
         parser.add_argument(f"--{name}", type=int, help="in pixels; by default as in training")
-    parser.add_argument("--attention", default="auto", help=", ".join(stable_diffusion.ATTENTION))
+    parser.add_argument("--attention", default="plain", help=", ".join(stable_diffusion.ATTENTION))
     parser.add_argument(
         "--to", type=Path, default=Path(), help="the folder for the file (this one)"
     )

@@ -207,7 +207,7 @@ def unet(
     latents: jax.Array,
     timestep: jax.Array,
     condition: Condition,
-    attention: str | Callable = "auto",
+    attention: str | Callable = "plain",
     remat: bool = False,
 ) -> jax.Array:
     """diffusers' ``UNet2DConditionModel``.

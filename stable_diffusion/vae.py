@@ -73,7 +73,7 @@ def _middle_parameters(channels: int) -> dict[str, Parameter]:
 
 
 def encode(
-    p: dict, config: VAEConfig, images: jax.Array, attention: str | Callable = "auto"
+    p: dict, config: VAEConfig, images: jax.Array, attention: str | Callable = "plain"
 ) -> tuple[jax.Array, jax.Array]:
     """diffusers' ``AutoencoderKL.encode``: images to latents.
 
@@ -100,7 +100,7 @@ def encode(
 
 
 def decode(
-    p: dict, config: VAEConfig, latents: jax.Array, attention: str | Callable = "auto"
+    p: dict, config: VAEConfig, latents: jax.Array, attention: str | Callable = "plain"
 ) -> jax.Array:
     """diffusers' ``AutoencoderKL.decode``: latents to images.
 

@@ -102,7 +102,7 @@ def test_the_records_keep_the_figures_that_they_had_in_their_earlier_form():
         found |= numbers_in(json.loads((ROOT / "benchmarks" / f"{name}.json").read_text()), name)
 
     earlier = json.loads((ROOT / "tests" / "fixtures" / "tpu-figures.json").read_text())
-    assert found.keys() == earlier.keys()
+    assert found.keys() >= earlier.keys()
     for key, figures in earlier.items():
         if isinstance(figures, dict):
             # Of a part, and of a larger batch, not everything was recorded.
@@ -196,7 +196,7 @@ def test_wider_tiles_and_filled_rows_take_longer():
 
 def test_times_are_found_for_any_number_of_steps_and_only_if_all_parts_are_recorded():
     twenty, forty = (
-        recorded_times(Program("sdxl", steps=steps, attention="auto")) for steps in (20, 40)
+        recorded_times(Program("sdxl", steps=steps, attention="flash")) for steps in (20, 40)
     )
     assert twenty.bound < forty.bound < 2 * twenty.bound
     assert recorded_times(Program("sdxl", steps=20, attention="dot_product")) is None

@@ -566,7 +566,7 @@ def test_a_flash_kernel_fetches_keys_and_values_for_each_block_of_queries():
     assert by_hand == 188_743_680
     assert kernel_bytes(attention.flash_kernel, x, x, x) == by_hand
     # What chooses the kernel on TPUs only does the same.
-    assert kernel_bytes(attention.auto, x, x, x) == by_hand
+    assert kernel_bytes(attention.flash, x, x, x) == by_hand
     assert kernel_bytes(attention.plain, x, x, x) == 0
 
 
@@ -601,7 +601,7 @@ def test_a_program_leaves_nothing_to_a_default():
     assert (xl.height, xl.width, xl.split_head_dim) == (1024, 1024, True)
     # Chapter 7 loads XL with split heads, although the checkpoint's configuration says otherwise.
     assert Program("sd").split_head_dim is False
-    plain = Program("sd", attention="auto", height=768)
+    plain = Program("sd", attention="plain", height=768)
     assert (plain.height, plain.width, plain.split_head_dim) == (768, 512, None)
 
 
@@ -613,7 +613,7 @@ def test_a_program_leaves_nothing_to_a_default():
         ({"steps": 0}, "steps is 0: give at least 1"),
         ({"height": 72}, r"shapes-sd cannot draw 72 × 64 pixels: give multiples of \d+\."),
         ({"width": 0}, "cannot draw 64 × 0 pixels"),
-        ({"attention": "auto", "chips": 4}, "chips and split_head_dim are for pipelines"),
+        ({"attention": "plain", "chips": 4}, "chips and split_head_dim are for pipelines"),
     ],
 )
 def test_impossible_programs_are_refused(settings, sentence):
@@ -765,14 +765,14 @@ def test_a_scheduler_that_flax_has_not_is_named(tiny, tmp_path):
 
 
 def test_the_pieces_of_a_program_fit_together():
-    pieces = model.take_apart(Program("shapes-sd", attention="auto"))
+    pieces = model.take_apart(Program("shapes-sd", attention="plain"))
     found = {}
     for name, piece in pieces.items():
         found[name] = jax.eval_shape(piece.function, *piece.arguments)
     assert found[WHOLE].shape == (1, 64, 64, 3)
     assert jax.tree.leaves(found[STEP])[0].shape == (1, 8, 8, 4)
     assert found[DECODER].shape == (1, 64, 64, 3)
-    wide = Program("sd", attention="auto", height=512, width=768)
+    wide = Program("sd", attention="plain", height=512, width=768)
     layer = model.take_transformer(wide, 640)
     assert jax.eval_shape(layer.function, *layer.arguments).shape == (2, 32, 48, 640)
 
@@ -780,7 +780,7 @@ def test_the_pieces_of_a_program_fit_together():
 @needs_compiler
 def test_two_chips_that_share_a_step_exchange_answers_and_nothing_else():
     """The bundled model's; the record has Stable Diffusion XL's."""
-    program = Program("shapes-sd", attention="auto")
+    program = Program("shapes-sd", attention="plain")
     report = model.take_shared_step(program).ask(program.chip)
     (exchanged,) = report.collectives
     assert (exchanged.kind, exchanged.bytes) == ("all-gather", 2 * 8 * 8 * 4 * 4)

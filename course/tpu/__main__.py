@@ -21,7 +21,7 @@ examples:
   python -m course.tpu                         the bundled checkpoint's pipeline, in a minute
   python -m course.tpu sdxl --chip v6e --steps 20
                                                Stable Diffusion XL's, in half an hour
-  python -m course.tpu shapes-sd --attention auto
+  python -m course.tpu shapes-sd --attention plain
                                                the model of stable_diffusion in its place
   python -m course.tpu jax.numpy:matmul --shapes "bf16[4096,4096]" "bf16[4096,4096]"
   python -m course.tpu --recorded              what was said about the real models, at once
@@ -120,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     program.add_argument(
         "--attention",
-        help="of stable_diffusion: auto, plain, dot_product or flash; without it, a pipeline",
+        help="of stable_diffusion: plain, dot_product or flash; without it, a pipeline",
     )
     return parser
 

@@ -7,7 +7,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
-def equations_of(function: Callable, *arguments) -> Iterator[tuple[JaxprEqn, int]]:
+def equations_of(
+    function: Callable, *arguments, kernels: bool = True
+) -> Iterator[tuple[JaxprEqn, int]]:
     """Go through the operations of a function, and of all functions that it calls.
 
     Builds on ``jax.make_jaxpr``. What runs again and again is given once, with its number: the body
@@ -22,6 +24,8 @@ def equations_of(function: Callable, *arguments) -> Iterator[tuple[JaxprEqn, int
         A function of arrays.
     *arguments
         Trees of ``jax.ShapeDtypeStruct``, or of arrays.
+    kernels : bool
+        Whether to go through the operations of Pallas kernels, too.
 
     Yields
     ------
@@ -36,10 +40,10 @@ def equations_of(function: Callable, *arguments) -> Iterator[tuple[JaxprEqn, int
     1 dot_general
     1 add
     """
-    yield from _walk(jax.make_jaxpr(function)(*arguments).jaxpr, 1)
+    yield from _walk(jax.make_jaxpr(function)(*arguments).jaxpr, 1, kernels)
 
 
-def _walk(jaxpr: Jaxpr, count: int) -> Iterator[tuple[JaxprEqn, int]]:
+def _walk(jaxpr: Jaxpr, count: int, kernels: bool) -> Iterator[tuple[JaxprEqn, int]]:
     for equation in jaxpr.eqns:
         yield equation, count
         params = equation.params
@@ -49,12 +53,12 @@ def _walk(jaxpr: Jaxpr, count: int) -> Iterator[tuple[JaxprEqn, int]]:
             inner_count = count * params["length"]
         elif equation.primitive.name == "pallas_call":
             inner_count = count * math.prod(params["grid_mapping"].grid)
-            inner = [params["jaxpr"]]
+            inner = [params["jaxpr"]] if kernels else []
         elif params.get("branches_platforms"):
             inner = [_branch_for_tpus(params)]
         for value in inner:
             for inner_jaxpr in _jaxprs_in(value):
-                yield from _walk(inner_jaxpr, inner_count)
+                yield from _walk(inner_jaxpr, inner_count, kernels)
 
 
 def _branch_for_tpus(params: dict) -> ClosedJaxpr:

@@ -71,6 +71,7 @@ def take_whole(program: Program) -> Piece:
             attention=ATTENTION[program.attention],
             height=program.height,
             width=program.width,
+            decode_batch=program.decode_batch,
         )
 
     params = parameter_shapes(config, program.dtype)
@@ -93,7 +94,7 @@ def take_encoders(program: Program) -> Piece:
 
     params = parameter_shapes(config, program.dtype)
     ids = token_ids(program, config)
-    return Piece(encode, (params, ids, ids))
+    return Piece(encode, (params, ids, ids), is_scanned=True)
 
 
 def take_step(program: Program, axis: str | None = None) -> Piece:
@@ -127,7 +128,8 @@ def take_step(program: Program, axis: str | None = None) -> Piece:
     memory = jax.eval_shape(sampler.memory, latents)
     guidance = array(dtype=jnp.float32)
     i = array(dtype=jnp.int32)
-    return Piece(denoise, (params["unet"], condition, guidance, i, latents, memory))
+    arguments = (params["unet"], condition, guidance, i, latents, memory)
+    return Piece(denoise, arguments, is_scanned=True)
 
 
 def take_decoder(program: Program) -> Piece:
@@ -150,7 +152,7 @@ def take_shared_step(program: Program) -> Piece:
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), step.arguments
     )
-    return Piece(function, arguments)
+    return Piece(function, arguments, is_scanned=True)
 
 
 def take_transformer(program: Program, channels: int) -> Piece:

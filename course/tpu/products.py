@@ -86,11 +86,42 @@ def find_products(function: Callable, *arguments) -> dict[Product, int]:
     """
     found = Counter()
     for equation, count in equations_of(function, *arguments):
-        if equation.primitive.name == "dot_general":
-            found[_read_product(equation)] += count
-        elif equation.primitive.name == "conv_general_dilated":
-            found[_read_convolution(equation)] += count
+        product = _read_equation(equation)
+        if product:
+            found[product] += count
     return dict(found)
+
+
+def repeated_flops(function: Callable, *arguments) -> int:
+    """Operations of the products in all rounds of ``jax.lax.scan`` but the first.
+
+    They are what the compiler leaves out, because it counts a loop's body once. What a Pallas
+    kernel does, it counts by the kernel's declaration.
+
+    Examples
+    --------
+    >>> import jax
+    >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+    >>> weights = jax.ShapeDtypeStruct((10, 8, 8), "float32")
+    >>> def run(x, weights):
+    ...     return jax.lax.scan(lambda x, weight: (x @ weight, None), x, weights)
+    >>> repeated_flops(run, x, weights) == 9 * 2 * 8**3
+    True
+    """
+    total = 0
+    for equation, count in equations_of(function, *arguments, kernels=False):
+        product = _read_equation(equation)
+        if product:
+            total += (count - 1) * product.flops
+    return total
+
+
+def _read_equation(equation: JaxprEqn) -> Product | None:
+    if equation.primitive.name == "dot_general":
+        return _read_product(equation)
+    if equation.primitive.name == "conv_general_dilated":
+        return _read_convolution(equation)
+    return None
 
 
 def _read_product(equation: JaxprEqn) -> Product:

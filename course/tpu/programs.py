@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from course.tpu.chips import Chip
 from course.tpu.compiler import Report, Times, ask_compiler, find_times
+from course.tpu.products import repeated_flops
 from helpers.places import find_data
 
 CONFIGURATIONS = Path(__file__).with_name("configurations")
@@ -68,6 +69,9 @@ class Program:
     #: of a pipeline's attention; None for what the chapters take, which is True for XL
     split_head_dim: bool | None = None
     attention: str | None = None  #: a name from ``stable_diffusion.ATTENTION``; None for a pipeline
+    decode_batch: int | None = (
+        None  #: images that ``stable_diffusion`` decodes at a time; None: all
+    )
 
     def __post_init__(self):
         if self.dtype not in ("bfloat16", "float32"):
@@ -77,6 +81,8 @@ class Program:
                 raise ValueError(f"{name} is {getattr(self, name)}: give at least 1.")
         if self.attention and (self.chips != 1 or self.split_head_dim is not None):
             raise ValueError("chips and split_head_dim are for pipelines: leave out the attention.")
+        if self.decode_batch is not None and not self.attention:
+            raise ValueError("decode_batch is for stable_diffusion: give an attention, too.")
         folder = find_folder(self.model)
         unet = json.loads((folder / "unet" / "config.json").read_text())
         vae = json.loads((folder / "vae" / "config.json").read_text())
@@ -110,6 +116,8 @@ class Program:
         )
         if self.attention:
             text += f", attention {self.attention}"
+        if self.decode_batch:
+            text += f", {self.decode_batch} decoded at a time"
         return f"{text}, batch {self.batch} on each device of {self.chips} {self.chip} chip(s)"
 
 
@@ -120,13 +128,23 @@ class Piece(NamedTuple):
     arguments: tuple
     #: what a run has to move; None for all arguments that are read, and the result
     least_bytes: int | None = None
+    #: whether layers are run by ``jax.lax.scan``, whose body the compiler counts once
+    is_scanned: bool = False
 
     def ask(self, chip: str, timeout: float | None = None) -> Report:
-        """Ask the compiler, see `course.tpu.ask_compiler`."""
+        """Ask the compiler, see `course.tpu.ask_compiler`.
+
+        The operations are then those of a run, but for loops other than scans.
+        """
         report = ask_compiler(self.function, *self.arguments, chip=chip, timeout=timeout)
-        if report.work is None or self.least_bytes is None:
+        if report.work is None:
             return report
-        work = dataclasses.replace(report.work, least_bytes=self.least_bytes)
+        work = report.work
+        if self.least_bytes is not None:
+            work = dataclasses.replace(work, least_bytes=self.least_bytes)
+        if self.is_scanned:
+            more = repeated_flops(self.function, *self.arguments)
+            work = dataclasses.replace(work, flops=work.flops + more)
         return dataclasses.replace(report, work=work)
 
 
