@@ -1,7 +1,7 @@
-"""Record the questions of chapter 8 to the TPU compiler: ``python -m benchmarks.record_questions``.
+"""Record the chapters' questions to the TPU compiler: ``python -m benchmarks.record_questions``.
 
-Where the compiler cannot be asked, the chapter shows these answers. It takes a minute. A test runs
-the chapter without the compiler, and so finds a question that is missing here.
+Where the compiler cannot be asked, chapters 8 and 12 show these answers. It takes two minutes. A
+test runs the chapters without the compiler, and so finds a question that is missing here.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from benchmarks.common import FOLDER, write_json
 from course.tpu.compiler import ask_compiler
 from course.tpu.records import question_of
+from stable_diffusion import ATTENTION
 
 
 def feed_forward(x, up, down):
@@ -29,6 +30,29 @@ def ten_times(x):
     return jax.lax.fori_loop(0, 10, lambda i, power: power @ x, x)
 
 
+def wide_softmax(query, key, value):
+    """Plain attention with a softmax in float32."""
+    query = (query * query.shape[-1] ** -0.5).swapaxes(1, 2)
+    scores = query @ key.swapaxes(1, 2).swapaxes(2, 3)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(value.dtype)
+    return (weights @ value.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def scale_later(query, key, value):
+    """Plain attention that scales the scores in place of the queries."""
+    scores = query.swapaxes(1, 2) @ key.swapaxes(1, 2).swapaxes(2, 3)
+    weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5).astype(value.dtype)
+    return (weights @ value.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def other_axes(query, key, value):
+    """Plain attention with the order of axes that ``einsum`` makes."""
+    query = query * query.shape[-1] ** -0.5
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    weights = jax.nn.softmax(scores).astype(value.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
 def shape(*sides: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sides, dtype)
 
@@ -42,6 +66,9 @@ def questions() -> list[tuple]:
     ]
     for rows in (1024, 16, 244, 260):
         found.append((feed_forward, shape(rows, 1280), shape(1280, 5120), shape(5120, 1280)))
+    heads = shape(2, 4096, 10, 64)
+    for attention in (*ATTENTION.values(), wide_softmax, scale_later, other_axes):
+        found.append((attention, heads, heads, heads))
     return found
 
 
