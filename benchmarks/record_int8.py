@@ -3,10 +3,12 @@
 "pictures" are those of ``benchmarks.record_steps``, drawn by a bundled checkpoint with and without
 int8: how many the judge finds right, and how far the pixels are apart. "operations" are those of a
 denoising step of Stable Diffusion 1.4 and XL by the dtype of what is multiplied, counted in what
-JAX traces. "programs" are pieces of XL as the TPU compiler writes them: the dtypes that its products
-multiply, and the cycles that it expects, which say how neighbours compare, and not how long
-anything takes. What is recorded is left out, so an interrupted run goes on where it stopped. All of
-it takes about an hour on 2 cores, most of it for the whole step ("--only pictures" leaves it out).
+JAX traces; "bounds" are what a call takes at least by its operations, with the text encoders and
+the decoder, which stay in bfloat16. "programs" are pieces of XL as the TPU compiler writes them:
+what their products multiply, and the cycles that it expects, which say how neighbours compare, and
+not how long anything takes. What is recorded is left out, so an interrupted run goes on where it
+stopped. All of it takes about an hour on 2 cores, most of it for the whole step; ``--only
+pictures`` leaves it out.
 """
 
 import functools
@@ -19,6 +21,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from jax.experimental.pallas import tpu
 from jax.extend.core import JaxprEqn
 
 from benchmarks import record_steps
@@ -26,7 +29,8 @@ from benchmarks.common import FOLDER, make_parser, origin, read_json, work_throu
 from course.tpu import Program, tpu_devices
 from course.tpu.equations import equations_of
 from course.tpu.model import array, load_config, take_step, take_transformer, transformer_name
-from course.tpu.programs import STEP, Piece, tree_bytes
+from course.tpu.programs import DECODER, ENCODERS, STEP, Piece, tree_bytes
+from course.tpu.records import recorded_report
 from stable_diffusion import layers
 from stable_diffusion.quantize import quantize, quantize_weight
 
@@ -45,21 +49,20 @@ PICTURES = [
 ]
 DTYPES = ("bfloat16", "int8")
 CHANNELS = (320, 640, 1280)  # of XL's three levels; the first has no transformer
-XL = Program("sdxl", steps=20, attention="auto")
+STEPS = 20
+XL = Program("sdxl", steps=STEPS, attention="auto")
 
 
 def quantize_some(p: dict, which: str) -> dict:
     """A UNet's parameters with some weights in int8."""
+    groups = {"linear layers": [False], "convolutions": [True]}.get(which, [False, True])
     found = quantize(p)
     for name, value in p.items():
-        is_matrix = name.endswith(".weight") and "norm" not in name
         is_convolution = value.ndim == 4 and value.shape[0] > 1
-        if which == EVERY and is_matrix:
-            found[name] = quantize_weight(value)
-        if which in ("linear layers", "convolutions") and is_convolution != (
-            which == "convolutions"
-        ):
+        if is_convolution not in groups:
             found[name] = value
+        elif which == EVERY and name.endswith(".weight") and "norm" not in name:
+            found[name] = quantize_weight(value)
     return found
 
 
@@ -108,6 +111,27 @@ def count_operations(model: str, weights: str) -> dict:
         for (kind, dtype), count in sorted(counts.items())
     ]
     return {"products": rows, "parameter_bytes": tree_bytes(piece.arguments[0])}
+
+
+def find_bound(model: str, weights: str, chip: str) -> dict:
+    """Seconds that a call takes at least, with every product at the peak of its dtype."""
+    figures = tpu.get_tpu_info_for_chip(tpu.ChipVersion(chip), 1)
+    wide = figures.bf16_ops_per_second
+    step = 0.0
+    for row in count_operations(model, weights)["products"]:
+        is_small = row["dtype"] == "int8"
+        step += row["operations"] / (figures.int8_ops_per_second if is_small else wide)
+    # The other parts have the same operations on every chip.
+    program = Program(model, steps=STEPS, attention="auto")
+    once = 0.0
+    for part in (ENCODERS, DECODER):
+        once += recorded_report(program, part).work.flops / wide
+    return {
+        "steps": STEPS,
+        "step_seconds": round(step, 6),
+        "other_seconds": round(once, 6),
+        "seconds": round(STEPS * step + once, 4),
+    }
 
 
 def kind_of(equation: JaxprEqn) -> str | None:
@@ -191,7 +215,7 @@ def count_dtypes(text: str) -> dict[str, int]:
 
 def count_cycles(text: str) -> int:
     """The cycles that the compiler expects, with loops as often as they run, but for kernels."""
-    bodies = {}  # lines of each computation
+    bodies = {}  # the lines of each computation
     for line in text.splitlines():
         start = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
         if start:
@@ -203,12 +227,12 @@ def count_cycles(text: str) -> int:
         total = 0
         for line in bodies[name]:
             cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
-            loop = re.search(r" while\(.*body=%([\w.\-]+)", line)
+            loop = re.search(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)", line)
             if cycles:
                 total += int(cycles[1])
-            if loop:
-                runs = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-                total += int(runs[1]) * count(loop[1])
+            if loop:  # it runs while a counter is below this constant
+                (runs,) = re.findall(r" constant\((\d+)\)", "\n".join(bodies[loop[1]]))
+                total += int(runs) * count(loop[2])
         return total
 
     return count("ENTRY")
@@ -228,6 +252,9 @@ def find_questions() -> list[tuple[str, dict, Callable[..., dict]]]:
     for model in ("sdxl", "sd"):
         for weights in DTYPES:
             found.append(("operations", {"model": model, "weights": weights}, count_operations))
+            for chip in ("v5e", "v6e"):
+                asked = {"model": model, "weights": weights, "chip": chip}
+                found.append(("bounds", asked, find_bound))
     for name in take_pieces():
         for weights in DTYPES:
             found.append(("programs", {"name": name, "weights": weights}, compile_piece))

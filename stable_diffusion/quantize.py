@@ -3,8 +3,8 @@
 Weights are rounded once, with a scale for each output channel. What they are multiplied by is
 rounded in the program, with a scale for each vector (*dynamic* quantization), so nothing has to be
 measured beforehand. Products of int8 are added up in int32, which is exact, and then scaled (Jacob
-et al., 2018; Dettmers et al., LLM.int8, 2022). TPUs from v5e on multiply int8 at twice the speed of
-bfloat16.
+et al., 2018; Dettmers et al., LLM.int8, 2022). The peak of v5e, v5p and v6e chips is twice as high
+in int8 as in bfloat16.
 """
 
 import dataclasses
