@@ -17,7 +17,9 @@ import stable_diffusion
 from benchmarks.common import FOLDER, make_parser, origin, read_json, work_through, write_json
 from helpers import find_data
 from shapes import judge, scenes
+from stable_diffusion import Config
 from stable_diffusion.samplers import SAMPLERS
+from stable_diffusion.tokenizer import Tokenizer
 
 TARGET = FOLDER / "steps.json"
 PICTURES = 96
@@ -93,18 +95,18 @@ def drawing() -> Callable:
     return jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
 
 
-def count_right(checkpoint: str, sampler: str, steps: int, unguided: int) -> int:
-    """In how many pictures the judge finds all that the caption names."""
-    params, config, tokenize = load(checkpoint)
+def draw_pictures(
+    params: dict, config: Config, tokenize: Tokenizer, sampler: str, steps: int, unguided: int = 0
+) -> np.ndarray:
+    """All pictures, float32 from 0 to 1, (pictures, height, width, 3)."""
     below = find_threshold(config.schedule, sampler, steps, unguided)
-    asked = scenes.held_out_captions(PICTURES)
-    right = 0
+    captions = [scenes.caption(**each) for each in scenes.held_out_captions(PICTURES)]
+    found = []
     for start in range(0, PICTURES, BATCH):
-        named = asked[start : start + BATCH]
         images = drawing()(
             params,
             config,
-            tokenize([scenes.caption(**each) for each in named]),
+            tokenize(captions[start : start + BATCH]),
             jax.vmap(jax.random.key)(jnp.arange(start, start + BATCH)),
             tokenize([""]),
             steps,
@@ -112,13 +114,22 @@ def count_right(checkpoint: str, sampler: str, steps: int, unguided: int) -> int
             sampler=sampler,
             unguided_below=below,
         )
-        for each, image in zip(named, np.float32(images), strict=True):
-            right += all(judge.right_attributes(each, judge.read(image)).values())
+        found.append(np.float32(images))
+    return np.concatenate(found)
+
+
+def count_right(images: np.ndarray) -> int:
+    """In how many pictures the judge finds all that the caption names."""
+    right = 0
+    for asked, image in zip(scenes.held_out_captions(PICTURES), images, strict=True):
+        right += all(judge.right_attributes(asked, judge.read(image)).values())
     return right
 
 
 def record(setting: dict) -> None:
-    row = setting | {"right": count_right(**setting)}
+    options = dict(setting)
+    images = draw_pictures(*load(options.pop("checkpoint")), **options)
+    row = setting | {"right": count_right(images)}
     print(row, flush=True)
     rows = read_json(TARGET, default={"rows": []})["rows"]
     content = origin("jax", "jaxlib", "numpy", "scipy")

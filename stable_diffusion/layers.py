@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from stable_diffusion.quantize import Quantized
+
 
 class Parameter(NamedTuple):
     """What a parameter is, before it has numbers."""
@@ -107,15 +109,15 @@ def conv(
         return x @ weight[0, 0] + bias
     if padding is None:
         padding = (size // 2, size // 2)
+    options = {
+        "window_strides": (stride, stride),
+        "padding": (padding, padding),
+        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+    }
     with jax.named_scope("convolution"):
-        y = jax.lax.conv_general_dilated(
-            x,
-            weight,
-            window_strides=(stride, stride),
-            padding=(padding, padding),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-        return y + bias
+        if isinstance(weight, Quantized):
+            return weight.convolve(x, **options) + bias
+        return jax.lax.conv_general_dilated(x, weight, **options) + bias
 
 
 def norm_parameters(channels: int) -> dict[str, Parameter]:

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from stable_diffusion.configs import Config
 from stable_diffusion.convert import name_unet
+from stable_diffusion.quantize import Quantized
 from stable_diffusion.text import EMBEDDINGS
 from stable_diffusion.tokenizer import Tokenizer
 from stable_diffusion.weights import (
@@ -244,7 +245,7 @@ def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
     """Add a LoRA to parameters, ``scale`` times.
 
     To take it out again, merge it with minus the scale. The result is a new dictionary, whose other
-    arrays are the old ones.
+    arrays are the old ones. Merge before you quantize: weights in int8 raise ``ValueError``.
     """
     merged = dict(params)
     for part, pairs in lora.items():
@@ -255,6 +256,11 @@ def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
 
 def add(weight: jax.Array, pair: Pair, scale: float | jax.Array) -> jax.Array:
     """The sum of a weight and a pair's product, in the weight's dtype."""
+    if isinstance(weight, Quantized):
+        raise ValueError(
+            f"A weight of {weight.shape} is in int8, to which nothing can be added: "
+            "merge the LoRA first, and then quantize."
+        )
     total = weight.astype(jnp.float32) + scale * pair.product
     return total.astype(weight.dtype)
 
@@ -264,7 +270,7 @@ def add(weight: jax.Array, pair: Pair, scale: float | jax.Array) -> jax.Array:
 class Adapted:
     """A weight with a LoRA beside it: an array can be multiplied by it as by their sum."""
 
-    weight: "jax.Array | Adapted"  # which may have a LoRA itself
+    weight: "jax.Array | Adapted | Quantized"  # which may have a LoRA itself
     pair: Pair
     scale: jax.Array  # float32, (); for stacked layers one for each, (layers,)
 
@@ -292,7 +298,8 @@ def attach(params: dict, lora: dict, scale: float | jax.Array) -> dict:
     """Put a LoRA beside the weights of a model, in the program that uses them.
 
     Then the scale is an input like any other, and each layer multiplies by two small matrices more.
-    Only convolutions of more than one pixel are added up, for the time of the call.
+    Only convolutions of more than one pixel are added up, for the time of the call; where they are
+    in int8, that raises ``ValueError``. The other weights may be.
     """
     attached = dict(params)
     for part, pairs in lora.items():

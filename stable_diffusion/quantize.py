@@ -1,0 +1,131 @@
+"""int8 for the UNet: whole numbers from -127 to 127, and scales that say what they stand for.
+
+Weights are rounded once, with a scale for each output channel. What they are multiplied by is
+rounded in the program, with a scale for each vector (*dynamic* quantization), so nothing has to be
+measured beforehand. Products of int8 are added up in int32, which is exact, and then scaled (Jacob
+et al., 2018; Dettmers et al., LLM.int8, 2022). The peak of v5e, v5p and v6e chips is twice as high
+in int8 as in bfloat16.
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# The weights of these layers are not rounded: the first and the last layer, which see latents; the
+# layers of the timestep, which have one vector for an image; and the keys and values of the text,
+# which are computed once for all steps. There is hardly any time to win in any of them.
+WIDE = re.compile(r"conv_in\.|conv_out\.|.*(time_emb|add_emb)|.*attn2\.to_[kv]\.")
+LARGEST = 127  # -128 has no opposite
+
+
+def round_to_int8(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Whole numbers and their scale: ``values * scale`` is ``x``, but for half of a scale.
+
+    Parameters
+    ----------
+    x : jax.Array
+        Of any shape and floating dtype.
+    axis : int or tuple of int
+        The axes over which numbers share a scale: at least those over which a product sums, so
+        that the sum can be multiplied by it afterwards.
+
+    Returns
+    -------
+    values : jax.Array
+        int8, in the shape of ``x``.
+    scale : jax.Array
+        float32; the axes have the size 1.
+    """
+    wide = x.astype(jnp.float32)
+    largest = jnp.abs(wide).max(axis, keepdims=True)
+    scale = jnp.where(largest > 0, largest, 1) / LARGEST
+    return jnp.round(wide / scale).astype(jnp.int8), scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A weight in int8: an array can be multiplied by it, or convolved with it.
+
+    It may be that of stacked layers, whose leaves ``jax.lax.scan`` slices.
+    """
+
+    values: jax.Array  # int8: (..., inputs, outputs), or (size, size, inputs, outputs)
+    scale: jax.Array  # float32: (..., 1, outputs), or (1, 1, 1, outputs)
+    # The dtype of what comes out, which was the weight's.
+    dtype: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def __getitem__(self, index: Any) -> "Quantized":
+        """The matrix of a convolution of one pixel, which is ``weight[0, 0]``."""
+        return Quantized(self.values[index], self.scale[index], self.dtype)
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        """``x @ self``: from (..., inputs) to (..., outputs), with a scale for each vector."""
+        values, scale = round_to_int8(x, axis=-1)
+        y = jnp.matmul(values, self.values, preferred_element_type=jnp.int32)
+        return (y * scale * self.scale).astype(self.dtype)
+
+    def convolve(self, x: jax.Array, **options) -> jax.Array:
+        """``jax.lax.conv_general_dilated`` of (batch, height, width, inputs) with this weight.
+
+        A pixel is multiplied by its neighbours' weights, too, so all of an image have one scale.
+        """
+        values, scale = round_to_int8(x, axis=(1, 2, 3))
+        y = jax.lax.conv_general_dilated(
+            values, self.values, preferred_element_type=jnp.int32, **options
+        )
+        return (y * scale * self.scale).astype(self.dtype)
+
+
+def quantize(parameters: dict[str, jax.Array]) -> dict[str, jax.Array | Quantized]:
+    """Round the weights of a UNet to int8, but for those that ``WIDE`` names.
+
+    Biases and norms stay as they are, too. Where parameters lie on several devices, so do these.
+
+    Parameters
+    ----------
+    parameters : dict
+        The UNet's by name, such as ``params["unet"]`` of ``stable_diffusion.load``. If there is a
+        LoRA for the model, merge it first.
+
+    Returns
+    -------
+    dict
+        A new dictionary of the same names and shapes, for
+        ``params | {"unet": quantize(params["unet"])}``.
+
+    Raises
+    ------
+    ValueError
+        If a weight is no array: it is quantized already, or has a LoRA beside it.
+    """
+    found = {}
+    for name, value in parameters.items():
+        if not hasattr(value, "ndim"):
+            raise ValueError(
+                f"{name} is {type(value).__name__}, and no array: "
+                "give the parameters as load does, with a LoRA merged and not beside them."
+            )
+        is_matrix = name.endswith(".weight") and value.ndim - ("*" in name) >= 2
+        if is_matrix and not WIDE.match(name):
+            found[name] = quantize_weight(value)
+        else:
+            found[name] = value
+    return found
+
+
+@jax.jit
+def quantize_weight(weight: jax.Array) -> Quantized:
+    """Round one weight, with a scale for each output channel.
+
+    It is (inputs, outputs), (layers, inputs, outputs) or (size, size, inputs, outputs).
+    """
+    values, scale = round_to_int8(weight, axis=(0, 1, 2) if weight.ndim == 4 else -2)
+    return Quantized(values, scale, weight.dtype)

@@ -1,0 +1,215 @@
+"""int8 in stable_diffusion/: what is rounded, what is multiplied, and how near the results are."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import stable_diffusion
+from benchmarks import record_int8
+from course.tpu.equations import equations_of
+from helpers import bundled_checkpoint
+from stable_diffusion import layers
+from stable_diffusion.lora import Pair, attach, merge
+from stable_diffusion.parameters import check_parameters
+from stable_diffusion.quantize import Quantized, quantize, quantize_weight, round_to_int8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return stable_diffusion.load(bundled_checkpoint("shapes-sd").source)
+
+
+@pytest.fixture(scope="module")
+def rounded(model):
+    params, _, _ = model
+    return params | {"unet": quantize(params["unet"])}
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def error(found, expected):
+    """The root of the mean square of the difference, by that of what is expected."""
+    return jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+
+
+def products_of(function, *arguments):
+    """The dtypes of both operands and of the result, for each product."""
+    found = []
+    for equation, _ in equations_of(function, *arguments):
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            variables = [*equation.invars, *equation.outvars]
+            found.append(tuple(str(variable.aval.dtype) for variable in variables))
+    return found
+
+
+def test_numbers_are_rounded_to_half_of_a_scale_and_the_largest_is_127():
+    x = normal(0, 5, 64) * jnp.array([[1e-3], [1], [10], [1e4], [0]])
+    values, scale = round_to_int8(x, axis=-1)
+    assert (values.dtype, scale.dtype, scale.shape) == (jnp.int8, jnp.float32, (5, 1))
+    assert jnp.all(jnp.abs(values * scale - x) <= 0.5001 * scale)
+    assert jnp.abs(values).max(axis=-1).tolist() == [127, 127, 127, 127, 0]
+
+
+# Each number is off by up to half of a scale, of 127 to the largest one. Of normal numbers, that is
+# a hundredth of what they are; both operands are rounded.
+LIMIT = 0.02
+
+
+def with_outliers(x):
+    """Some vectors are a thousand times larger, and so are some of the weights' columns."""
+    return x.at[..., 0, :].multiply(1000)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_linear_layer_in_int8_is_close_to_the_wide_one(dtype):
+    x = with_outliers(normal(0, 2, 9, 64)).astype(dtype)
+    weight = with_outliers(normal(1, 32, 64)).T.astype(dtype)
+    p = {"it.weight": weight, "it.bias": normal(2, 32).astype(dtype)}
+    small = p | {"it.weight": quantize_weight(weight)}
+    found = layers.linear(small, "it", x)
+    assert found.dtype == dtype
+    expected = layers.linear({name: jnp.float32(value) for name, value in p.items()}, "it", x)
+    for row, column in ((0, 0), (1, 0), (0, 1), (1, 1)):  # none is drowned by a larger one
+        rows = slice(0, 1) if row == 0 else slice(1, None)
+        columns = slice(0, 1) if column == 0 else slice(1, None)
+        assert error(found[:, rows, columns], expected[:, rows, columns]) < LIMIT
+    assert products_of(lambda x: layers.linear(small, "it", x), x) == [("int8", "int8", "int32")]
+
+
+@pytest.mark.parametrize(("size", "stride"), [(1, 1), (3, 1), (3, 2)])
+def test_a_convolution_in_int8_is_close_to_the_wide_one(size, stride):
+    x = normal(0, 2, 8, 8, 16) * jnp.array([1, 1000]).reshape(2, 1, 1, 1)  # two images
+    weight = normal(1, size, size, 16, 32).at[..., 0].multiply(1000)
+    p = {"it.weight": weight, "it.bias": normal(2, 32)}
+    small = p | {"it.weight": quantize_weight(weight)}
+    found = layers.conv(small, "it", x, stride)
+    expected = layers.conv(p, "it", x, stride)
+    for image in (0, 1):
+        assert error(found[image, ..., 0], expected[image, ..., 0]) < LIMIT
+        assert error(found[image, ..., 1:], expected[image, ..., 1:]) < LIMIT
+    products = products_of(lambda x: layers.conv(small, "it", x, stride), x)
+    assert products == [("int8", "int8", "int32")]
+
+
+def test_stacked_layers_are_rounded_one_by_one_and_scanned():
+    weights = normal(0, 3, 16, 16) * jnp.array([1, 100, 0.01]).reshape(3, 1, 1)
+    stacked = quantize_weight(weights)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(stacked)} == {3}
+    x = normal(1, 4, 16)
+    found, _ = jax.lax.scan(lambda x, weight: (x @ weight, None), x, stacked)
+    expected = x
+    for weight in weights:
+        expected = expected @ quantize_weight(weight)
+    assert jnp.array_equal(found, expected)
+    assert error(found, x @ weights[0] @ weights[1] @ weights[2]) < 3 * LIMIT
+
+
+def test_what_has_little_work_stays_wide(model, rounded):
+    params, config, _ = model
+    wide = set()
+    for name, value in rounded["unet"].items():
+        assert value.shape == params["unet"][name].shape
+        assert value.dtype == params["unet"][name].dtype
+        if not isinstance(value, Quantized):
+            assert value is params["unet"][name]
+            wide.add(name)
+    found = {name for name in wide if name.endswith(".weight") and "norm" not in name}
+    few = {"conv_in", "conv_out", "time_embedding.linear_1", "time_embedding.linear_2"}
+    many = (".time_emb_proj.weight", ".attn2.to_k.weight", ".attn2.to_v.weight")
+    assert {name for name in found if not name.endswith(many)} == {f"{name}.weight" for name in few}
+    for ending in many:
+        assert any(name.endswith(ending) for name in found)
+    check_parameters(rounded, config)
+
+
+def test_in_a_step_only_attention_and_what_stays_wide_is_not_in_int8():
+    counts = {}
+    for weights in record_int8.DTYPES:
+        counts[weights] = record_int8.count_operations("shapes-sd", weights)
+    assert counts["int8"]["parameter_bytes"] < 0.8 * counts["bfloat16"]["parameter_bytes"]
+    totals = {}
+    for weights, found in counts.items():
+        totals[weights] = sum(row["operations"] for row in found["products"])
+    assert totals["int8"] == totals["bfloat16"]  # the work is the same
+    by_kind = {}
+    for row in counts["int8"]["products"]:
+        by_kind.setdefault(row["kind"], {})[row["dtype"]] = row["operations"]
+    assert "int8" not in by_kind["attention"]
+    for kind in ("linear layers", "convolutions"):
+        assert by_kind[kind]["int8"] > 0.9 * sum(by_kind[kind].values())
+
+
+def test_images_in_int8_are_close_and_not_the_same(model, rounded):
+    params, config, tokenize = model
+
+    def draw(params):
+        ids = tokenize(["a large red circle on a white background"])
+        key = jax.random.key(3)
+        return stable_diffusion.generate(params, config, ids, key, steps=4, guided=False)
+
+    difference = 255 * jnp.abs(jax.jit(draw)(rounded) - jax.jit(draw)(params))
+    assert 1e-3 < difference.mean() < 1
+
+
+def test_a_lora_is_merged_before_or_lies_beside_weights_in_int8():
+    weight = normal(0, 16, 8)
+    pair = Pair(normal(1, 16, 2), normal(2, 2, 8))
+    lora = {"unet": {"it.weight": pair}}
+    small = {"unet": {"it.weight": quantize_weight(weight)}}
+    x = normal(3, 4, 16)
+    beside = attach(small, lora, 0.5)["unet"]
+    merged = merge({"unet": {"it.weight": weight}}, lora, 0.5)["unet"]
+    assert error(layers.linear(beside, "it", x), layers.linear(merged, "it", x)) < LIMIT
+    with pytest.raises(ValueError, match="merge the LoRA first"):
+        merge(small, lora)
+    with pytest.raises(ValueError, match=r"it\.weight is Adapted, and no array"):
+        quantize(beside)
+    convolution = {"unet": {"it.weight": quantize_weight(normal(4, 3, 3, 16, 8))}}
+    pair = Pair(normal(5, 3, 3, 16, 2), normal(6, 1, 1, 2, 8))
+    with pytest.raises(ValueError, match=r"A weight of \(3, 3, 16, 8\) is in int8"):
+        attach(convolution, {"unet": {"it.weight": pair}}, 1.0)
+
+
+def test_what_is_split_over_devices_stays_split():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("model",))
+    split = NamedSharding(mesh, P(None, "model"))
+    small = quantize({"it.weight": jax.device_put(normal(0, 16, 8), split)})["it.weight"]
+    assert small.values.sharding.is_equivalent_to(split, 2)
+    assert small.scale.sharding.is_equivalent_to(split, 2)
+
+
+def test_the_judge_finds_as_many_images_right_in_int8():
+    record = json.loads(record_int8.TARGET.read_text())
+    rows = [row for row in record["pictures"] if row["quantized"] == "all"]
+    assert len(rows) >= 3
+    assert all(abs(row["right"] - row["right_wide"]) <= 2 for row in rows)
+
+
+PROGRAM = """\
+%body.1 (a: s8[8]) -> s8[8] {
+  %x.1 = s8[8,8]{1,0} parameter(0)
+  %y = bf16[8,8]{1,0} parameter(1)
+  %z = s32[8,8]{1,0} convolution(%x.1, %x.1), dim_labels=bf_io->bf, "estimated_cycles":"5"
+}
+
+%condition.1 (a: s8[8]) -> pred[] {
+  %n = s32[] constant(3)
+}
+
+ENTRY %main (a: s8[8]) -> s8[8] {
+  %w = bf16[8,8]{1,0} convolution(%y, %y), dim_labels=bf_io->bf, "estimated_cycles":"100"
+  %l = s8[8] while(%a), condition=%condition.1, body=%body.1
+}
+"""
+
+
+def test_the_text_of_a_compiled_program_is_read():
+    assert record_int8.count_dtypes(PROGRAM) == {"bf16 bf16": 1, "s8 s8": 1}
+    assert record_int8.count_cycles(PROGRAM) == 115
