@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pallas_tpu
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import stable_diffusion
 from course import tpu
 from course.tpu import apart, chips, compiler, model, pipelines, worker
 from course.tpu.__main__ import main, parse_shape
@@ -377,6 +378,19 @@ def test_chapter_8_runs_where_the_compiler_is_missing(monkeypatch, capsys):
         tpu.ask_or_recall(names["add_one"], unknown)
     with pytest.raises(RuntimeError, match=r"None is recorded on shapes-sd, .* batch 7"):
         pipelines.ask_or_recall(Program("shapes-sd", batch=7))
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_chapter_12_shows_recorded_answers_where_the_compiler_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    names = {"jax": jax, "jnp": jnp, "sd": stable_diffusion, "tokens": 4096}
+    names["shape"] = shape(2, 4096, 10, 64, dtype="bfloat16")
+    for cell in nbformat.read(ROOT / "notebooks" / "12_faster.ipynb", as_version=4).cells:
+        if cell.id in ("12-ask", "12-wide", "12-late", "12-axes"):
+            exec(cell.source, names)
+    said = capsys.readouterr().out
+    assert said.count("1 kernel(s), no scores in memory") == 3  # plain, flash, wide_softmax
+    assert said.count("all scores in memory") == 3
 
 
 def install(monkeypatch, libtpu: str | None, jax_needs: list[str]):
