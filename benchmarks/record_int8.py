@@ -42,12 +42,14 @@ PICTURES = [
     ("shapes-sd", "dpm++", 10, "all"),
     ("shapes-sd", "ddim", 8, "linear layers"),
     ("shapes-sd", "ddim", 8, "convolutions"),
+    ("shapes-sd", "ddim", 8, "gaining"),
     ("shapes-sd", "ddim", 8, EVERY),
     ("shapes-sd-bf16", "ddim", 30, "all"),
     ("shapes-sdxl", "euler", 15, "all"),
     ("shapes-sdxl", "euler", 30, "all"),
 ]
-DTYPES = ("bfloat16", "int8")
+GAINING = "int8 where it gains"
+WEIGHTS = {"bfloat16": None, "int8": "all", GAINING: "gaining"}
 CHANNELS = (320, 640, 1280)  # of XL's three levels; the first has no transformer
 STEPS = 20
 XL = Program("sdxl", steps=STEPS, attention="auto")
@@ -56,7 +58,7 @@ XL = Program("sdxl", steps=STEPS, attention="auto")
 def quantize_some(p: dict, which: str) -> dict:
     """A UNet's parameters with some weights in int8."""
     groups = {"linear layers": [False], "convolutions": [True]}.get(which, [False, True])
-    found = quantize(p)
+    found = quantize(p, "gaining" if which == "gaining" else "all")
     for name, value in p.items():
         is_convolution = value.ndim == 4 and value.shape[0] > 1
         if is_convolution not in groups:
@@ -86,12 +88,14 @@ def compare_pictures(checkpoint: str, sampler: str, steps: int, quantized: str) 
     }
 
 
-def with_weights(piece: Piece, dtype: str) -> Piece:
+def with_weights(piece: Piece, weights: str) -> Piece:
     """A piece as it is, in bfloat16, or with its first argument, the parameters, in int8."""
-    if dtype == "bfloat16":
+    layers = WEIGHTS[weights]
+    if layers is None:
         return piece
     p, *others = piece.arguments
-    return piece._replace(arguments=(jax.eval_shape(quantize, p), *others))
+    small = jax.eval_shape(functools.partial(quantize, layers=layers), p)
+    return piece._replace(arguments=(small, *others))
 
 
 def count_operations(model: str, weights: str) -> dict:
@@ -250,13 +254,15 @@ def find_questions() -> list[tuple[str, dict, Callable[..., dict]]]:
         }
         found.append(("pictures", asked, compare_pictures))
     for model in ("sdxl", "sd"):
-        for weights in DTYPES:
+        for weights in WEIGHTS:
             found.append(("operations", {"model": model, "weights": weights}, count_operations))
             for chip in ("v5e", "v6e"):
                 asked = {"model": model, "weights": weights, "chip": chip}
                 found.append(("bounds", asked, find_bound))
     for name in take_pieces():
-        for weights in DTYPES:
+        for weights in WEIGHTS:
+            if weights == GAINING and name.startswith("residual"):
+                continue  # it has no such layers
             found.append(("programs", {"name": name, "weights": weights}, compile_piece))
     return found
 
