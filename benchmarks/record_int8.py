@@ -217,8 +217,11 @@ def count_dtypes(text: str) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def count_cycles(text: str) -> int:
-    """The cycles that the compiler expects, with loops as often as they run, but for kernels."""
+def count_cycles(text: str) -> dict[str, int]:
+    """The cycles that the compiler expects, with loops as often as they run, but for kernels.
+
+    They are those of instructions with "products", and of all "others".
+    """
     bodies = {}  # the lines of each computation
     for line in text.splitlines():
         start = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
@@ -227,19 +230,28 @@ def count_cycles(text: str) -> int:
         elif bodies:
             current.append(line)
 
-    def count(name: str) -> int:
-        total = 0
+    @functools.cache
+    def has_product(name: str) -> bool:
+        body = "\n".join(bodies[name])
+        called = re.findall(r"calls=%([\w.\-]+)", body)
+        return " convolution(" in body or any(map(has_product, called))
+
+    def count(name: str) -> Counter:
+        total = Counter(products=0, others=0)
         for line in bodies[name]:
             cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
+            called = re.search(r"calls=%([\w.\-]+)", line)
             loop = re.search(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)", line)
             if cycles:
-                total += int(cycles[1])
+                is_product = " convolution(" in line or (called and has_product(called[1]))
+                total["products" if is_product else "others"] += int(cycles[1])
             if loop:  # it runs while a counter is below this constant
                 (runs,) = re.findall(r" constant\((\d+)\)", "\n".join(bodies[loop[1]]))
-                total += int(runs) * count(loop[2])
+                for kind, number in count(loop[2]).items():
+                    total[kind] += int(runs) * number
         return total
 
-    return count("ENTRY")
+    return dict(count("ENTRY"))
 
 
 def find_questions() -> list[tuple[str, dict, Callable[..., dict]]]:
