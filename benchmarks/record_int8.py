@@ -140,10 +140,10 @@ def find_bound(model: str, weights: str, chip: str) -> dict:
 
 def kind_of(equation: JaxprEqn) -> str | None:
     """The kind of product that an operation is, or None."""
-    if equation.primitive.name == "conv_general_dilated":
-        return "convolutions"
-    if equation.primitive.name != "dot_general":
+    if equation.primitive.name not in ("conv_general_dilated", "dot_general"):
         return None
+    if "convolution" in str(equation.source_info.name_stack):  # also one written as a product
+        return "convolutions"
     _, (batch, _) = equation.params["dimension_numbers"]
     return "attention" if batch else "linear layers"
 
