@@ -274,7 +274,7 @@ def find_questions() -> list[tuple[str, dict, Callable[..., dict]]]:
     for name in take_pieces():
         for weights in WEIGHTS:
             if weights == GAINING and name.startswith("residual"):
-                continue  # it has no such layers
+                continue  # the same as int8
             found.append(("programs", {"name": name, "weights": weights}, compile_piece))
     return found
 

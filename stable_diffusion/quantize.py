@@ -22,8 +22,9 @@ LAYERS = {
     "all": r"(?!conv_in|conv_out|.*time_emb|.*add_emb|.*attn2\.to_[kv])",
     # Those that the TPU compiler expects to gain. To round a number takes time as well, which is
     # won back where the number is then multiplied by many: by the columns of to_q, to_k and to_v
-    # together, or of the feed-forward part's first layer, which has eight outputs for each input.
-    "gaining": r".*(attn1\.to_[qkv]|ff\.net\.0\.proj)\.",
+    # together; of the feed-forward part's first layer, which has eight outputs for each input; or
+    # of a convolution, once for each neighbour.
+    "gaining": r".*(attn1\.to_[qkv]|ff\.net\.0\.proj|conv[12]|samplers\.0\.conv)\.",
 }
 LARGEST = 127  # -128 has no opposite
 
