@@ -42,12 +42,14 @@ PICTURES = [
     ("shapes-sd", "dpm++", 10, "all"),
     ("shapes-sd", "ddim", 8, "linear layers"),
     ("shapes-sd", "ddim", 8, "convolutions"),
+    ("shapes-sd", "ddim", 8, "gaining"),
     ("shapes-sd", "ddim", 8, EVERY),
     ("shapes-sd-bf16", "ddim", 30, "all"),
     ("shapes-sdxl", "euler", 15, "all"),
     ("shapes-sdxl", "euler", 30, "all"),
 ]
-DTYPES = ("bfloat16", "int8")
+GAINING = "int8 where it gains"
+WEIGHTS = {"bfloat16": None, "int8": "all", GAINING: "gaining"}
 CHANNELS = (320, 640, 1280)  # of XL's three levels; the first has no transformer
 STEPS = 20
 XL = Program("sdxl", steps=STEPS, attention="plain")
@@ -56,7 +58,7 @@ XL = Program("sdxl", steps=STEPS, attention="plain")
 def quantize_some(p: dict, which: str) -> dict:
     """A UNet's parameters with some weights in int8."""
     groups = {"linear layers": [False], "convolutions": [True]}.get(which, [False, True])
-    found = quantize(p)
+    found = quantize(p, "gaining" if which == "gaining" else "all")
     for name, value in p.items():
         is_convolution = value.ndim == 4 and value.shape[0] > 1
         if is_convolution not in groups:
@@ -86,12 +88,14 @@ def compare_pictures(checkpoint: str, sampler: str, steps: int, quantized: str) 
     }
 
 
-def with_weights(piece: Piece, dtype: str) -> Piece:
+def with_weights(piece: Piece, weights: str) -> Piece:
     """A piece as it is, in bfloat16, or with its first argument, the parameters, in int8."""
-    if dtype == "bfloat16":
+    layers = WEIGHTS[weights]
+    if layers is None:
         return piece
     p, *others = piece.arguments
-    return piece._replace(arguments=(jax.eval_shape(quantize, p), *others))
+    small = jax.eval_shape(functools.partial(quantize, layers=layers), p)
+    return piece._replace(arguments=(small, *others))
 
 
 def count_operations(model: str, weights: str) -> dict:
@@ -136,10 +140,10 @@ def find_bound(model: str, weights: str, chip: str) -> dict:
 
 def kind_of(equation: JaxprEqn) -> str | None:
     """The kind of product that an operation is, or None."""
-    if equation.primitive.name == "conv_general_dilated":
-        return "convolutions"
-    if equation.primitive.name != "dot_general":
+    if equation.primitive.name not in ("conv_general_dilated", "dot_general"):
         return None
+    if "convolution" in str(equation.source_info.name_stack):  # also one written as a product
+        return "convolutions"
     _, (batch, _) = equation.params["dimension_numbers"]
     return "attention" if batch else "linear layers"
 
@@ -213,8 +217,11 @@ def count_dtypes(text: str) -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def count_cycles(text: str) -> int:
-    """The cycles that the compiler expects, with loops as often as they run, but for kernels."""
+def count_cycles(text: str) -> dict[str, int]:
+    """The cycles that the compiler expects, with loops as often as they run, but for kernels.
+
+    They are those of instructions with "products", and of all "others".
+    """
     bodies = {}  # the lines of each computation
     for line in text.splitlines():
         start = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
@@ -223,19 +230,28 @@ def count_cycles(text: str) -> int:
         elif bodies:
             current.append(line)
 
-    def count(name: str) -> int:
-        total = 0
+    @functools.cache
+    def has_product(name: str) -> bool:
+        body = "\n".join(bodies[name])
+        called = re.findall(r"calls=%([\w.\-]+)", body)
+        return " convolution(" in body or any(map(has_product, called))
+
+    def count(name: str) -> Counter:
+        total = Counter(products=0, others=0)
         for line in bodies[name]:
             cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
+            called = re.search(r"calls=%([\w.\-]+)", line)
             loop = re.search(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)", line)
             if cycles:
-                total += int(cycles[1])
+                is_product = " convolution(" in line or (called and has_product(called[1]))
+                total["products" if is_product else "others"] += int(cycles[1])
             if loop:  # it runs while a counter is below this constant
                 (runs,) = re.findall(r" constant\((\d+)\)", "\n".join(bodies[loop[1]]))
-                total += int(runs) * count(loop[2])
+                for kind, number in count(loop[2]).items():
+                    total[kind] += int(runs) * number
         return total
 
-    return count("ENTRY")
+    return dict(count("ENTRY"))
 
 
 def find_questions() -> list[tuple[str, dict, Callable[..., dict]]]:
@@ -250,13 +266,15 @@ def find_questions() -> list[tuple[str, dict, Callable[..., dict]]]:
         }
         found.append(("pictures", asked, compare_pictures))
     for model in ("sdxl", "sd"):
-        for weights in DTYPES:
+        for weights in WEIGHTS:
             found.append(("operations", {"model": model, "weights": weights}, count_operations))
             for chip in ("v5e", "v6e"):
                 asked = {"model": model, "weights": weights, "chip": chip}
                 found.append(("bounds", asked, find_bound))
     for name in take_pieces():
-        for weights in DTYPES:
+        for weights in WEIGHTS:
+            if weights == GAINING and name.startswith("residual"):
+                continue  # the same as int8
             found.append(("programs", {"name": name, "weights": weights}, compile_piece))
     return found
 

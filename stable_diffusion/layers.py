@@ -109,15 +109,17 @@ def conv(
         return x @ weight[0, 0] + bias
     if padding is None:
         padding = (size // 2, size // 2)
-    options = {
-        "window_strides": (stride, stride),
-        "padding": (padding, padding),
-        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
-    }
     with jax.named_scope("convolution"):
         if isinstance(weight, Quantized):
-            return weight.convolve(x, **options) + bias
-        return jax.lax.conv_general_dilated(x, weight, **options) + bias
+            return weight.convolve(x, stride, padding) + bias
+        y = jax.lax.conv_general_dilated(
+            x,
+            weight,
+            window_strides=(stride, stride),
+            padding=(padding, padding),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        return y + bias
 
 
 def norm_parameters(channels: int) -> dict[str, Parameter]:

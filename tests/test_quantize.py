@@ -129,9 +129,20 @@ def test_what_has_little_work_stays_wide(model, rounded):
     check_parameters(rounded, config)
 
 
+def test_layers_that_gain_are_a_few_of_all(model, rounded):
+    params, _, _ = model
+    few = quantize(params["unet"], "gaining")
+    names = {name for name, value in few.items() if isinstance(value, Quantized)}
+    assert names < {name for name, value in rounded["unet"].items() if isinstance(value, Quantized)}
+    endings = {name.removesuffix(".weight").rpartition(".")[2] for name in names}
+    assert endings == {"to_q", "to_k", "to_v", "proj", "conv1", "conv2", "conv"}
+    with pytest.raises(ValueError, match="no layers 'some': choose one of all, gaining"):
+        quantize(params["unet"], "some")
+
+
 def test_in_a_step_only_attention_and_what_stays_wide_is_not_in_int8():
     counts = {}
-    for weights in record_int8.DTYPES:
+    for weights in ("bfloat16", "int8"):
         counts[weights] = record_int8.count_operations("shapes-sd", weights)
     assert counts["int8"]["parameter_bytes"] < 0.8 * counts["bfloat16"]["parameter_bytes"]
     totals = {}
@@ -203,7 +214,13 @@ PROGRAM = """\
   %n = s32[] constant(3)
 }
 
+%fused.1 (a: s8[8]) -> s8[8] {
+  %v = bf16[8,8]{1,0} convolution(%y, %y), dim_labels=bf_io->bf
+}
+
 ENTRY %main (a: s8[8]) -> s8[8] {
+  %f = bf16[8,8]{1,0} fusion(%y), kind=kOutput, calls=%fused.1, "estimated_cycles":"20"
+  %g = bf16[8,8]{1,0} copy(%f), "estimated_cycles":"7"
   %w = bf16[8,8]{1,0} convolution(%y, %y), dim_labels=bf_io->bf, "estimated_cycles":"100"
   %l = s8[8] while(%a), condition=%condition.1, body=%body.1
 }
@@ -211,5 +228,5 @@ ENTRY %main (a: s8[8]) -> s8[8] {
 
 
 def test_the_text_of_a_compiled_program_is_read():
-    assert record_int8.count_dtypes(PROGRAM) == {"bf16 bf16": 1, "s8 s8": 1}
-    assert record_int8.count_cycles(PROGRAM) == 115
+    assert record_int8.count_dtypes(PROGRAM) == {"bf16 bf16": 2, "s8 s8": 1}
+    assert record_int8.count_cycles(PROGRAM) == {"products": 135, "others": 7}
