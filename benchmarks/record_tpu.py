@@ -43,8 +43,6 @@ STACKS = (
     "--fibers_default_thread_stack_size=16777216"
 )
 SIZES = ((1024, 1024), (1280, 960), (1152, 896), (1216, 832), (1344, 768), (768, 768))
-# Where the search for the largest batch of the model begins, for each chip.
-LARGEST = {"v5e": 12, "v6e": 48}
 
 
 def pipeline_programs() -> dict[str, Program]:
@@ -88,6 +86,8 @@ def model_pieces() -> list[tuple[Program, str]]:
         return Program("sd", steps=steps, attention=attention)
 
     found = [(xl("plain"), piece) for piece in (STEP, DECODER, ENCODERS)]
+    twelve = dataclasses.replace(xl("plain"), batch=12, decode_batch=1)
+    found.append((twelve, WHOLE))
     for attention in ("plain", "dot_product", "flash"):
         for channels in (640, 1280):
             found.append((xl(attention), model.transformer_name(channels)))
@@ -197,9 +197,6 @@ def find_left(
     for program, name in model_pieces():
         if find_report(answers, program, name) is None:
             left[f"{program}: {name}"] = functools.partial(ask, pieces_file, program, name)
-    for chip, first in LARGEST.items():
-        program = Program("sdxl", chip, steps=20, attention="plain", decode_batch=1)
-        searches[str(program)] = (pieces_file, program, start or first)
     for name, (file, program, first) in searches.items():
         batch = next_batch(program, read(file), first)
         if batch is not None:
