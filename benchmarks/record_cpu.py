@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import psutil
 
 import stable_diffusion
 from benchmarks import record_steps
@@ -90,8 +91,7 @@ class PyTorch:
         self.process = subprocess.Popen(
             [PYTORCH, "-m", "benchmarks.draw_with_pytorch", str(folder), str(BATCH), *how],
             cwd=ROOT,
-            # Threads that wait busily take the cores from whatever else runs on the machine.
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"},
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -179,9 +179,9 @@ def median_ratio(slower: list[float], faster: list[float]) -> float:
 
 def main() -> None:
     quiet_warnings()
-    busy, _, _ = os.getloadavg()
-    if busy > 0.5:
-        raise SystemExit(f"The machine is busy, its load is {busy}: wait until it is idle.")
+    busy = psutil.cpu_percent(interval=5)
+    if busy > 10:
+        raise SystemExit(f"The machine is busy, its cores at {busy:.0f} %: wait until it is idle.")
     record = read_json(record_steps.TARGET, default=None)
     settings = find_settings(record)
     checkpoint = record_steps.find_best(record)["checkpoint"]
