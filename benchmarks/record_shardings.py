@@ -88,9 +88,7 @@ def place_step(way: Way) -> tuple:
     # The compiler does not split a kernel, so attention is the plain one.
     def step(p, latents, timestep, condition, guidance):
         p = {"unet": p}
-        return denoise_step(
-            p, config, latents, timestep, condition, guidance, attention="plain"
-        )
+        return denoise_step(p, config, latents, timestep, condition, guidance, attention="plain")
 
     function = jax.jit(step, out_shardings=where(*way.latents))
     params = place(params["unet"], shardings(config, mesh, way.rules)["unet"])

@@ -45,7 +45,7 @@ class Measured:
     compile_seconds: float
     seconds: tuple[float, ...]  #: of each later call, from token ids to images
     bound: float | None = None  #: seconds, by the recorded answers for this chip; None without any
-    estimate: float | None = None  #: likewise
+    mfu: float | None = None  #: model FLOPs utilization, by the same answers
 
     @property
     def steady(self) -> float:
@@ -130,6 +130,7 @@ def measure(
         compiled(params, ids, key, empty, steps).block_until_ready()
         seconds.append(round(time.perf_counter() - start, 4))
     times = recorded_times(program)
+    steady = statistics.median(seconds[1:])
     return Measured(
         model=model,
         attention=attention,
@@ -145,7 +146,7 @@ def measure(
         compile_seconds=round(compile_seconds, 1),
         seconds=tuple(seconds[1:]),
         bound=times.bound if times else None,
-        estimate=times.estimate if times else None,
+        mfu=times.utilization(steady) if times else None,
     )
 
 

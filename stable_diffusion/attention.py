@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from stable_diffusion.layers import Parameter, linear, linear_parameters, within
 
@@ -41,9 +39,20 @@ def dot_product(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array
     return jax.nn.dot_product_attention(query.astype(value.dtype), key.astype(value.dtype), value)
 
 
-def largest_block(total: int, limit: int) -> int:
-    """The largest multiple of 128 that divides ``total`` and is not above ``limit``."""
-    return max(size for size in range(128, limit + 1, 128) if total % size == 0)
+def block_sizes(tokens: int, limit: int) -> tuple[int, int]:
+    """How many queries and how many keys the kernel has on the chip at a time.
+
+    Both are multiples of 128, and one divides the other. Keys and values are read again for each
+    block of queries, so both are as large as the memory for their scores allows, which is about
+    ``limit`` queries with twice as many keys. Tokens are spread evenly over the blocks, so that
+    little has to be added to fill up the last one.
+    """
+    blocks = math.ceil(tokens / (2 * limit))
+    keys = 128 * math.ceil(tokens / blocks / 128)
+    if keys <= limit + limit // 4:
+        return keys, keys
+    keys = 256 * math.ceil(keys / 256)
+    return keys // 2, keys
 
 
 def flash_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -54,9 +63,11 @@ def flash_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arra
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas  # slow to import
 
     batch, tokens, _, size = query.shape
-    # The kernel takes multiples of 128 tokens, and of 128 channels in heads of more than 128.
-    total = 128 * math.ceil(tokens / 128)
+    # The kernel takes whole blocks of tokens, and of heads with more than 128 channels multiples of
+    # 128. With larger blocks, wide heads in float32 would not fit into the memory on a v4 chip.
     width = size if size <= 128 else 128 * math.ceil(size / 128)
+    queries, keys = block_sizes(tokens, limit=512 if width < 512 else 256)
+    total = keys * math.ceil(tokens / keys)
     padding = ((0, 0), (0, 0), (0, total - tokens), (0, width - size))
     query = jnp.pad(query.swapaxes(1, 2), padding)  # (batch, heads, total, width)
     key = jnp.pad(key.swapaxes(1, 2), padding)
@@ -66,23 +77,19 @@ def flash_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arra
         is_real = jnp.int32(jnp.arange(total) < tokens)
         is_real = jnp.broadcast_to(is_real, (batch, total))
         segments = pallas.SegmentIds(q=is_real, kv=is_real)
-    # Larger blocks of wide heads in float32 would take more memory than a v4 chip has for them.
-    limit = 512 if width < 512 else 256
-    rows = largest_block(total, limit)
-    columns = largest_block(total, 2 * limit)
     blocks = pallas.BlockSizes(
         block_b=1,
-        block_q=rows,
-        block_k_major=columns,
-        block_k=columns,
+        block_q=queries,
+        block_k_major=keys,
+        block_k=keys,
         # For the gradients, all blocks have the smaller size.
-        block_q_major_dkv=rows,
-        block_k_major_dkv=rows,
-        block_k_dkv=rows,
-        block_q_dkv=rows,
-        block_k_major_dq=rows,
-        block_k_dq=rows,
-        block_q_dq=rows,
+        block_q_major_dkv=queries,
+        block_k_major_dkv=queries,
+        block_k_dkv=queries,
+        block_q_dkv=queries,
+        block_k_major_dq=queries,
+        block_k_dq=queries,
+        block_q_dq=queries,
     )
     y = pallas.flash_attention(
         query, key, value, segment_ids=segments, sm_scale=size**-0.5, block_sizes=blocks
@@ -90,39 +97,23 @@ def flash_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arra
     return y[:, :, :tokens, :size].swapaxes(1, 2).astype(value.dtype)
 
 
-def refuse(*_):
-    raise ValueError(
-        "The flash kernel runs on TPUs only: choose the attention 'auto', which uses it only there."
-    )
-
-
-# JAX knows for which platform a program is only while it lowers it. So what refuses is a primitive.
-needs_tpu = Primitive("needs_tpu")
-needs_tpu.def_abstract_eval(lambda query, key, value: query.update(dtype=value.dtype))
-needs_tpu.def_impl(refuse)
-mlir.register_lowering(needs_tpu, refuse)
-
-
-def flash(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    otherwise: Callable = needs_tpu.bind,
-) -> jax.Array:
+def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """``flash_kernel`` where pixels look at pixels, and ``plain`` where they look at a text.
 
-    A text has few tokens, so its scores are small. On other platforms than a TPU, ``otherwise``
-    takes the kernel's place; by default it raises ``ValueError``.
+    A text has few tokens, so its scores are small.
     """
     if query.shape[1] != key.shape[1]:
         return plain(query, key, value)
-    return jax.lax.platform_dependent(query, key, value, tpu=flash_kernel, default=otherwise)
+    return flash_kernel(query, key, value)
 
 
 def auto(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """``flash`` on TPUs from 1,024 tokens on, where it moves the fewest bytes; else ``plain``."""
-    if query.shape[1] >= 1024:
-        return flash(query, key, value, otherwise=plain)
+    """``plain``, but on TPUs ``flash_kernel`` where the scores of one head are too large to keep.
+
+    XLA's own program for ``plain`` holds no more scores than it needs ... TODO
+    """
+    if query.shape[1] >= 16384:
+        return jax.lax.platform_dependent(query, key, value, tpu=flash, default=plain)
     return plain(query, key, value)
 
 
@@ -132,7 +123,7 @@ ATTENTION = {"auto": auto, "plain": plain, "dot_product": dot_product, "flash": 
 def find_attention(attention: str | Callable) -> Callable:
     """The function of this name in ``ATTENTION``; a function is returned as it is.
 
-    A name that is not there raises ``ValueError``.
+    A name that is not there raises ``ValueError``, and so does "flash" where there is no TPU.
     """
     if callable(attention):
         return attention
@@ -140,6 +131,12 @@ def find_attention(attention: str | Callable) -> Callable:
         names = ", ".join(ATTENTION)
         raise ValueError(
             f"There is no attention {attention!r}: choose one of {names}, or a function."
+        )
+    if attention == "flash" and jax.default_backend() != "tpu":
+        raise ValueError(
+            f"The flash kernel runs on TPUs only, and this is a {jax.default_backend()}: choose "
+            "the attention 'auto', or give the function stable_diffusion.attention.flash to "
+            "compile it for a TPU that is not here."
         )
     return ATTENTION[attention]
 

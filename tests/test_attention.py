@@ -29,15 +29,25 @@ def test_the_kernel_gives_what_plain_attention_gives(tokens, size):
 
 def test_the_kernel_has_gradients():
     def gradient(*inputs):
-        return jax.grad(lambda *inputs: attention.auto(*inputs).astype(jnp.float32).sum())(*inputs)
+        return jax.grad(lambda *inputs: attention.flash(*inputs).astype(jnp.float32).sum())(*inputs)
 
     assert lowered(gradient, 1024, 1024, "tpu").count("stablehlo.custom_call @tpu_custom_call") == 3
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, lambda function: function], ids=["jit", "eager"])
-def test_the_kernel_is_refused_where_there_is_no_tpu(wrap):
-    with pytest.raises(ValueError, match=r"on TPUs only: choose the attention 'auto'"):
-        wrap(attention.flash)(*made_up(1, 128, 1, 64))
+@pytest.mark.parametrize("limit", [256, 512])
+@pytest.mark.parametrize("tokens", [1, 128, 200, 988, 1200, 3952, 4096, 4800, 16384])
+def test_blocks_are_large_and_hardly_more_than_full(tokens, limit):
+    queries, keys = attention.block_sizes(tokens, limit)
+    assert queries % 128 == keys % 128 == keys % queries == 0
+    assert queries * keys <= 2 * limit**2
+    total = keys * -(-tokens // keys)
+    assert total < 1.3 * tokens + 128
+    assert queries >= min(total, limit // 2)
+
+
+def test_the_kernel_is_refused_by_name_where_there_is_no_tpu():
+    with pytest.raises(ValueError, match="runs on TPUs only, and this is a cpu: choose the"):
+        attention.find_attention("flash")
 
 
 def test_an_attention_that_does_not_exist_is_refused_with_those_that_do():

@@ -193,13 +193,9 @@ def cell_seconds(cell) -> float:
 
 
 def tpu_report() -> str:
-    """What the TPU compiler said, and published times beside its bounds and estimates: tables."""
+    """What the TPU compiler said, and published times beside the least times: tables."""
     answers = records.recorded_answers(attention=None)
-    lines = ["| published | an image took | bound | estimate |", "| --- | ---: | ---: | ---: |"]
-    for published, times in records.published_times():
-        figures = f"{published.seconds:.2f} s | {times.bound:.2f} s | {times.estimate:.2f} s"
-        lines.append(f"| [{published.system}]({published.source}) | {figures} |")
-    return "\n".join([records.table_of(answers), "", *lines])
+    return f"{records.table_of(answers)}\n\n{records.table_of_published()}"
 
 
 def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:

@@ -36,6 +36,7 @@ class Kind(NamedTuple):
     grids: dict[int, tuple[int, ...]]  #: for each number of chips, how they lie
     usable_gib: float  #: of HBM on a device; the compiler says so when it refuses a program
     cores: int = 1  #: that act as one device
+    mxu: int = 128  #: its matrix unit has so many rows and columns of multipliers
 
 
 class Place(NamedTuple):
@@ -54,8 +55,8 @@ CHIPS = {
     "v4": Kind(("TPU v4",), CUBIC, usable_gib=30.75, cores=2),
     "v5e": Kind(("TPU v5 lite", "TPU v5e"), FLAT, usable_gib=15.75),
     "v5p": Kind(("TPU v5", "TPU v5p"), CUBIC, usable_gib=95.74, cores=2),
-    "v6e": Kind(("TPU v6 lite", "TPU v6e"), FLAT, usable_gib=31.25),
-    "tpu7x": Kind(("TPU7x",), CUBIC, usable_gib=94.75),
+    "v6e": Kind(("TPU v6 lite", "TPU v6e"), FLAT, usable_gib=31.25, mxu=256),
+    "tpu7x": Kind(("TPU7x",), CUBIC, usable_gib=94.75, mxu=256),
 }
 
 

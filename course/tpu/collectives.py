@@ -57,7 +57,7 @@ def read_collectives(text: str) -> list[Collective]:
             found.append(
                 Collective(
                     kind,
-                    bytes_of(result),
+                    array_bytes(result),
                     origin[1] if origin else "",
                     runs=runs[name],
                     is_async=bool(done) or name in starting,
@@ -66,10 +66,16 @@ def read_collectives(text: str) -> list[Collective]:
     return found
 
 
-def bytes_of(result: str) -> int:
-    """Bytes of arrays that are written as ``bf16[2,1024,1280]``: bits of a number, and sizes."""
+def array_bytes(text: str) -> int:
+    """Bytes of all arrays in a piece of a program's text, which writes them as bf16[2,1024,1280].
+
+    Examples
+    --------
+    >>> array_bytes("(bf16[2,1024]{1,0}, pred[])")
+    4097
+    """
     bits = 0
-    for width, sizes in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", result):
+    for width, sizes in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", text):
         numbers = math.prod(int(size) for size in sizes.split(",") if size)
         bits += int(width or 8) * numbers  # a pred is a byte
     return bits // 8

@@ -15,6 +15,8 @@ from tabulate import tabulate
 from course.tpu.apart import compile_apart, read_arguments
 from course.tpu.chips import Chip, find_chip, tpu_devices
 from course.tpu.collectives import Collective
+from course.tpu.copies import Copy
+from course.tpu.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +45,19 @@ class Work:
     """What a program does in one run on each device. The compiler counts a loop's body once."""
 
     flops: float  #: floating-point operations
-    bytes_accessed: float  #: the compiler's estimate, which is no lower bound
+    #: what each operation reads and writes by the compiler's count, in whatever memory, and some
+    #: bytes several times, see `Report.copies`; it says nothing about time
+    bytes_accessed: float
     #: of the arguments that are read, and of the output, which have to be moved at least
     least_bytes: int
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds that a chip takes, by its figures: a bound, and beside it an estimate."""
+    """Seconds that a chip takes at least, by its figures: for its FLOPs, and for its bytes."""
 
     operations: float  #: for all operations, at the chip's peak
     transfers: float  #: for the bytes that have to be moved, at the full bandwidth of HBM
-    #: for operations or for all bytes that are accessed, whatever takes longer, over all runs
-    estimate: float
 
     @property
     def bound(self) -> float:
@@ -68,15 +70,26 @@ class Times:
             return "FLOPs"
         return "bytes"
 
+    def utilization(self, seconds: float) -> float:
+        """Model FLOPs utilization (MFU): the share of the peak that a measured time reaches.
+
+        Examples
+        --------
+        >>> Times(operations=1.5, transfers=0.5).utilization(2.0)
+        0.75
+        """
+        return self.operations / seconds
+
     def __str__(self) -> str:
-        return (
-            f"At least {self.bound:.3g} s, by its {self.bound_by}; "
-            f"the estimate is {self.estimate:.3g} s."
-        )
+        if self.bound_by == "FLOPs":
+            other = f"its bytes take {self.transfers:.3g} s"
+        else:
+            other = f"its FLOPs take {self.operations:.3g} s"
+        return f"At least {self.bound:.3g} s, by its {self.bound_by}; {other}."
 
 
 def find_times(runs: Iterable[tuple[int, Work]], chip: Chip) -> Times:
-    """The bound and the estimate for programs that run one after another.
+    """The least time for programs that run one after another.
 
     What fits into the memory on the chip has to be read only once in all runs of a program.
 
@@ -92,17 +105,15 @@ def find_times(runs: Iterable[tuple[int, Work]], chip: Chip) -> Times:
     >>> chip = Chip("small", peak=100.0, bandwidth=10.0, on_chip=0, usable_hbm=1000)
     >>> product = Work(flops=50, bytes_accessed=20, least_bytes=8)
     >>> find_times([(2, product)], chip)
-    Times(operations=1.0, transfers=1.6, estimate=4.0)
+    Times(operations=1.0, transfers=1.6)
     """
     operations = 0.0
     transfers = 0.0
-    estimate = 0.0
     for count, work in runs:
         operations += count * work.flops / chip.peak
         read_again = max(0, work.least_bytes - chip.on_chip)
         transfers += (work.least_bytes + (count - 1) * read_again) / chip.bandwidth
-        estimate += count * max(work.flops / chip.peak, work.bytes_accessed / chip.bandwidth)
-    return Times(operations, transfers, estimate)
+    return Times(operations, transfers)
 
 
 @dataclass(frozen=True)
@@ -121,6 +132,14 @@ class Report:
     versions: dict[str, str]  #: see `versions`
     collectives: tuple[Collective, ...] = ()  #: what devices exchange; in the body of a loop, once
     note: str = ""  #: what should be known about the figures
+    #: what it copies between memories, which `Work.bytes_accessed` counts several times; None if
+    #: nobody wrote it down
+    copies: tuple[Copy, ...] | None = None
+    #: what it computes while devices exchange data; None if nobody wrote it down
+    schedule: Schedule | None = None
+    #: the compiled program in HLO, the compiler's language, but for the notes that it makes for
+    #: itself (``backend_config``); empty unless somebody asked for it
+    text: str = ""
 
     @property
     def fits(self) -> bool:
@@ -142,7 +161,7 @@ class Report:
 
     @property
     def times(self) -> Times | None:
-        """The bound and the estimate for one run; too low with a loop, as its body counts once."""
+        """The least time for one run; too low with a loop, as its body counts once."""
         if self.work is None:
             return None
         return find_times([(1, self.work)], self.chip)
@@ -156,6 +175,20 @@ class Report:
             f"on {self.date} by {used}."
         )
 
+    @property
+    def _accessed(self) -> str:
+        """What the compiler counts as accessed, and the copies that are a part of it."""
+        text = f"The compiler counts {self.work.bytes_accessed / 1e6:,.4g} MB accessed."
+        if self.copies:
+            number = sum(copy.number for copy in self.copies)
+            total = sum(copy.number * copy.bytes for copy in self.copies)
+            copies = "1 copy" if number == 1 else f"{number} copies"
+            text += (
+                f"\nIn that are, several times, {copies} from memory to memory, "
+                f"{total / 1e6:,.4g} MB; the largest: {self.copies[0]}"
+            )
+        return text
+
     def __str__(self) -> str:
         blocks = [self.verdict]
         if self.memory:
@@ -163,10 +196,10 @@ class Report:
         if self.fits and self.work:
             blocks.append(
                 f"{self.work.flops / 1e9:,.4g} GFLOP, a loop's body counted once\n"
-                f"{self.work.least_bytes / 1e6:,.4g} MB to move at least; "
-                f"{self.work.bytes_accessed / 1e6:,.4g} MB accessed, by the compiler's estimate\n"
+                f"{self.work.least_bytes / 1e6:,.4g} MB to move at least\n"
                 f"{self.times}"
             )
+            blocks.append(self._accessed)
         if self.collectives:
             kinds = Counter(collective.kind for collective in self.collectives)
             total = sum(collective.bytes for collective in self.collectives)
@@ -192,7 +225,11 @@ def versions(*names: str) -> dict[str, str]:
 
 
 def ask_compiler(
-    function: Callable, *arguments, chip: str = "v5e", timeout: float | None = None
+    function: Callable,
+    *arguments,
+    chip: str = "v5e",
+    timeout: float | None = None,
+    keep_text: bool = False,
 ) -> Report:
     """Compile a function for a TPU that is not there, and say what the compiler finds.
 
@@ -212,6 +249,8 @@ def ask_compiler(
         A key of ``CHIPS``.
     timeout : float, optional
         Seconds after which the compiler is stopped. By default it takes as long as it takes.
+    keep_text : bool
+        Whether the report has the text of the compiled program. That of a real model is long.
 
     Raises
     ------
@@ -276,6 +315,9 @@ def ask_compiler(
         ),
         collectives=tuple(Collective(**collective) for collective in said["collectives"]),
         note=said["note"],
+        copies=tuple(Copy(**copy) for copy in said["copies"]),
+        schedule=Schedule(**said["schedule"]),
+        text=said["text"] if keep_text else "",
     )
 
 

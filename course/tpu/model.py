@@ -19,6 +19,7 @@ from course.tpu.programs import (
     find_folder,
 )
 from stable_diffusion import (
+    ATTENTION,
     Config,
     denoise_step,
     encode_condition,
@@ -67,7 +68,7 @@ def take_whole(program: Program) -> Piece:
             steps=steps,
             guidance=guidance,
             latents=latents,
-            attention=program.attention,
+            attention=ATTENTION[program.attention],
             height=program.height,
             width=program.width,
         )
@@ -113,7 +114,7 @@ def take_step(program: Program, axis: str | None = None) -> Piece:
             point.timestep,
             condition,
             guidance,
-            attention=program.attention,
+            attention=ATTENTION[program.attention],
             guidance_axis=axis,
         )
         last = program.steps - 1
@@ -134,7 +135,7 @@ def take_decoder(program: Program) -> Piece:
     config = load_config(program.model)
 
     def draw(p, latents):
-        return decode(p, config.vae, latents, program.attention)
+        return decode(p, config.vae, latents, ATTENTION[program.attention])
 
     params = parameter_shapes(config, program.dtype)
     return Piece(draw, (params["vae"], latents_of(program, config)))
@@ -166,8 +167,10 @@ def take_transformer(program: Program, channels: int) -> Piece:
     word = array(1, texts, tokens, heads, channels // heads, dtype=program.dtype)
     words = {"it": (word, word)}
 
+    attention = ATTENTION[program.attention]
+
     def run(p, x, words):
-        return transformer(p, config.unet, block, x, Condition(words), program.attention)
+        return transformer(p, config.unet, block, x, Condition(words), attention)
 
     declared = within("it", transformer_parameters(config.unet, block))
     params = {

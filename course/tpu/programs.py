@@ -156,7 +156,7 @@ class Answer:
 
     @property
     def times(self) -> Times | None:
-        """The bound and the estimate for a call; None unless every part was asked about."""
+        """The least time for a call; None unless every part was asked about."""
         if len(self.parts) < len(PARTS):
             return None
         return self.times_on(self.parts[STEP].chip)
@@ -176,7 +176,7 @@ class Answer:
                 work = part.work
                 figures = [work.flops / 1e9, work.least_bytes / 1e6, work.bytes_accessed / 1e6]
                 rows.append([name, self.program.runs(name), *figures])
-            header = ["part", "runs", "GFLOP of a run", "MB to move", "MB accessed"]
+            header = ["part", "runs", "GFLOP of a run", "MB to move", "MB, as the compiler counts"]
             table = tabulate(rows, header, tablefmt="plain", floatfmt=",.4g")
             blocks.append(f"{table}\nA call: {self.times}")
         return "\n\n".join([*blocks, self.whole.origin])

@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from tabulate import tabulate
 
-from course.tpu.chips import Chip
+from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.collectives import Collective
-from course.tpu.compiler import Memory, Report, Times, Work
-from course.tpu.programs import PARTS, WHOLE, Answer, Program
+from course.tpu.compiler import Memory, Report, Times, Work, ask_compiler, versions
+from course.tpu.copies import Copy
+from course.tpu.products import ROWS, Product
+from course.tpu.programs import PARTS, STEP, WHOLE, Answer, Program
 from helpers.places import find_data
 
 
@@ -37,6 +40,10 @@ def read_report(content: dict) -> Report:
         "work": Work(**content["work"]) if content["work"] else None,
         "collectives": tuple(Collective(**each) for each in content["collectives"]),
     }
+    if content.get("copies") is not None:  # those of before were not written down
+        fields["copies"] = tuple(Copy(**each) for each in content["copies"])
+    if content.get("schedule") is not None:
+        fields["schedule"] = Schedule(**content["schedule"])
     return Report(**fields)
 
 
@@ -74,11 +81,65 @@ def recorded_report(program: Program, piece: str) -> Report | None:
 
 
 def recorded_times(program: Program) -> Times | None:
-    """The bound and the estimate for a program; None unless all of its parts are recorded."""
+    """The least time for a program; None unless all of its parts are recorded."""
     parts = {name: recorded_report(program, name) for name in PARTS}
     if None in parts.values():
         return None
     return Answer(program, parts).times
+
+
+def ask_or_recall(function: Callable, *arguments, chip: str = "v5e") -> Report:
+    """Ask the compiler about a function; where it cannot be asked, recall a recorded answer.
+
+    In ``benchmarks/questions.json`` are the answers to the questions of chapter 8. The report has
+    the text of the compiled program.
+
+    Parameters
+    ----------
+    function, *arguments, chip
+        As for `course.tpu.ask_compiler`. A question is known by the function's name, its arguments'
+        types, and the chip.
+
+    Raises
+    ------
+    RuntimeError
+        If the compiler cannot be asked here, and this question was not recorded.
+    """
+    try:
+        find_chip(chip)
+    except RuntimeError as error:
+        question = question_of(function, *arguments, chip=chip)
+        content = json.loads(find_data("benchmarks/questions.json").read_text())
+        if question not in content:
+            raise RuntimeError(f"{error} None is recorded on {question}.") from None
+        return read_report(content[question])
+    return ask_compiler(function, *arguments, chip=chip, keep_text=True)
+
+
+def question_of(function: Callable, *arguments, chip: str = "v5e") -> str:
+    """How a question to the compiler is recorded.
+
+    Examples
+    --------
+    >>> x = jax.ShapeDtypeStruct((8, 128), "bfloat16")
+    >>> question_of(jax.numpy.sin, x)
+    'sin(bfloat16[8,128]) on v5e'
+    """
+    types = []
+    for leaf in jax.tree.leaves(arguments):
+        sides = ",".join(str(side) for side in leaf.shape)
+        types.append(f"{leaf.dtype}[{sides}]")
+    return f"{function.__name__}({', '.join(types)}) on {chip}"
+
+
+def compiler_report() -> str:
+    """Whether the TPU compiler can be asked here, in a sentence."""
+    try:
+        require_compiler()
+    except RuntimeError as error:
+        return f"{error}\nWhat follows are recorded answers."
+    used = versions("jax", "libtpu")
+    return f"The TPU compiler can be asked: libtpu {used['libtpu']}, with jax {used['jax']}."
 
 
 def largest_batch(program: Program, answers: Iterable[Answer]) -> int | None:
@@ -105,8 +166,8 @@ FIGURES = [
     "program",
     "output",
     "GFLOP",
-    "bound",
-    "estimate",
+    "by FLOPs",
+    "by bytes",
     "compiled",
 ]
 
@@ -136,8 +197,9 @@ def table_of(answers: Sequence[Answer]) -> str:
     when = f"on {first}" if first == last else f"from {first} to {last}"
     return (
         f"{table}\n\n"
-        "Memory is in MiB on each device; operations, the bound and the estimate are those of an "
-        f"image. Answered by {', '.join(sorted(asked))}, {when}."
+        "Memory is in MiB on each device. Operations, and the least time by these and by the bytes "
+        "that have to be moved, are those of an image. "
+        f"Answered by {', '.join(sorted(asked))}, {when}."
     )
 
 
@@ -161,8 +223,8 @@ def row_of(answer: Answer, is_largest: bool) -> list[str]:
         row.append(f"{getattr(memory, kind) / 2**20:,.1f}" if memory else "")
     if answer.times:
         row.append(f"{answer.flops / program.batch / 1e9:,.0f}")
-        row.append(f"{answer.times.bound / program.batch:.3g} s")
-        row.append(f"{answer.times.estimate / program.batch:.3g} s")
+        row.append(f"{answer.times.operations / program.batch:.3g} s")
+        row.append(f"{answer.times.transfers / program.batch:.3g} s")
     else:
         row += ["", "", ""]
     row.append(f"{answer.whole.compile_seconds:.0f} s")
@@ -194,5 +256,65 @@ PUBLISHED = (
 
 
 def published_times() -> list[tuple[Published, Times]]:
-    """The published times, each with the recorded bound and estimate of the same program."""
+    """The published times, each with the recorded least time of the same program."""
     return [(each, recorded_times(Program("sdxl", each.chip, steps=20))) for each in PUBLISHED]
+
+
+def table_of_published() -> str:
+    """The published times as a table in Markdown, with the least times and the MFU.
+
+    Its last columns have the time that the products would take if they filled the MXU's tiles, by
+    the two rules of `Product.padded_flops`.
+    """
+    rows = []
+    for published, times in published_times():
+        program = Program("sdxl", published.chip, steps=20)
+        chip = recorded_report(program, STEP).chip
+        by_columns = padded_seconds(program, chip)
+        by_rows = padded_seconds(program, chip, rows=CHIPS[chip.name].mxu)
+        row = [f"[{published.system}]({published.source})"]
+        for seconds in (published.seconds, times.operations, times.transfers):
+            row.append(f"{seconds:.2f} s")
+        row.append(f"{times.utilization(published.seconds):.0%}")
+        row += [f"{by_columns:.2f} s", f"{by_rows:.2f} s"]
+        rows.append(row)
+    header = ["published", "an image took", "by FLOPs", "by bytes", "MFU"]
+    header += ["by FLOPs, tiles filled", "rows filled, too"]
+    alignment = ["left"] + ["right"] * (len(header) - 1)
+    return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+
+
+def recorded_products(model: str) -> dict[str, dict[Product, int]]:
+    """The matrix products and convolutions in each part of a pipeline, with how often they run.
+
+    They are in ``benchmarks/products.json``, for ``sd`` and ``sdxl``, one image at a time and in
+    the usual size.
+    """
+    content = json.loads(find_data("benchmarks/products.json").read_text())
+    found = {}
+    for part, rows in content["models"][model].items():
+        found[part] = {}
+        for row in rows:
+            count = row.pop("count")
+            found[part][Product(**row)] = count
+    return found
+
+
+def padded_seconds(program: Program, chip: Chip, rows: int = ROWS) -> float:
+    """What a pipeline's products take at a chip's peak if each is filled up to the MXU's tile.
+
+    Parameters
+    ----------
+    program : course.tpu.Program
+        Of ``sd`` or ``sdxl``, in the usual size and with a batch of one.
+    chip : course.tpu.Chip
+        Its figures; how wide its MXU is, `CHIPS` says.
+    rows : int
+        See `Product.padded_flops`.
+    """
+    tile = CHIPS[chip.name].mxu
+    flops = 0
+    for part, products in recorded_products(program.model).items():
+        for product, count in products.items():
+            flops += program.runs(part) * count * product.padded_flops(tile, rows)
+    return flops / chip.peak

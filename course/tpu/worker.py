@@ -18,6 +18,8 @@ from jaxlib import xla_client
 
 from course.tpu.chips import describe
 from course.tpu.collectives import read_collectives
+from course.tpu.copies import read_copies
+from course.tpu.schedule import read_schedule
 
 
 def compile_question(folder: Path) -> dict:
@@ -53,7 +55,7 @@ def compile_question(folder: Path) -> dict:
             "the temporaries are by memory_analysis, which may count gaps twice or say 0."
         )
     (module,) = executable.hlo_modules()
-    collectives = read_collectives(module.to_string())
+    text = module.to_string()
     return {
         "arguments": memory.argument_size_in_bytes,
         "output": memory.output_size_in_bytes,
@@ -62,7 +64,11 @@ def compile_question(folder: Path) -> dict:
         "temporaries": temporaries,
         "flops": cost.get("flops", 0.0),  # absent if there are none
         "bytes_accessed": cost.get("bytes accessed", 0.0),
-        "collectives": [dataclasses.asdict(collective) for collective in collectives],
+        "collectives": [dataclasses.asdict(collective) for collective in read_collectives(text)],
+        "schedule": dataclasses.asdict(read_schedule(text)),
+        "copies": [dataclasses.asdict(copy) for copy in read_copies(text)],
+        # What the compiler notes for itself is the larger part of the text.
+        "text": re.sub(r", backend_config=.*", "", text),
         "note": note,
         "seconds": seconds,
     }
