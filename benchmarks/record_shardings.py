@@ -9,6 +9,7 @@ left out: delete the file to ask anew.
 import dataclasses
 import functools
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import FOLDER, make_parser, read_json, work_through, write_json
+from course.shardings import Exchange
 from course.tpu import ask_compiler, tpu_devices
+from course.tpu.collectives import Collective
 from course.tpu.model import load_config
 from helpers import quiet_warnings
 from stable_diffusion import (
@@ -95,15 +98,33 @@ def place_step(way: Way) -> tuple:
     return function, (params, place(latents, where(*way.latents)), number, condition, number)
 
 
+def add_up(collectives: Iterable[Collective]) -> list[dict]:
+    """What devices exchange by each kind of collective, with how often a loop goes round."""
+    found = {}
+    for each in collectives:
+        before = found.get((each.kind, each.is_async), Exchange(each.kind, each.is_async, 0, 0, 0))
+        found[each.kind, each.is_async] = Exchange(
+            each.kind,
+            each.is_async,
+            number=before.number + 1,
+            runs=before.runs + each.runs,
+            bytes=before.bytes + each.runs * each.bytes,
+        )
+    return [dataclasses.asdict(exchange) for exchange in found.values()]
+
+
 def record(name: str) -> None:
     """Ask about one way, and write down the answer."""
     function, arguments = place_step(WAYS[name])
     report = ask_compiler(function, *arguments, chip=CHIP)
-    found = read_json(TARGET, {})
+    exchanges = add_up(report.collectives)
+    report = dataclasses.replace(report, collectives=(), copies=None, text="")
+    found = read_json(TARGET, {})  # read again: another recorder may have written to it
     found[name] = {
         "mesh": WAYS[name].mesh,
         "images": WAYS[name].images,
         "report": dataclasses.asdict(report),
+        "exchanges": exchanges,
     }
     write_json(TARGET, found)
 

@@ -16,6 +16,7 @@ from course.tpu.compiler import Memory, Report, Times, Work, ask_compiler, versi
 from course.tpu.copies import Copy
 from course.tpu.products import ROWS, Product
 from course.tpu.programs import PARTS, STEP, WHOLE, Answer, Program
+from course.tpu.schedule import Schedule
 from helpers.places import find_data
 
 

@@ -4,7 +4,6 @@ It is read from the program's text, in which each computation is a block of line
 instruction. Instructions stand in the order in which the chip takes them.
 """
 
-import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
