@@ -1,13 +1,15 @@
 """Record what chips hold, compute and exchange in a step of Stable Diffusion XL, by its sharding.
 
-The TPU compiler answers for eight v5e chips, from shapes alone: for one step of denoising at
-1024 × 1024 pixels in bfloat16, with the work split in different ways. Each takes some minutes on
-two cores, and goes into ``benchmarks/shardings.json``, which chapter 9 shows. What is recorded is
+The TPU compiler answers for eight v5e chips, from shapes alone, at 1024 × 1024 pixels in bfloat16:
+for a transformer of the UNet's lowest level, with all of its layers, and for one whole step of
+denoising, each with the work split in different ways. A transformer takes a minute on two cores, a
+step ten. It goes into ``benchmarks/shardings.json``, which chapter 9 shows. What is recorded is
 left out: delete the file to ask anew.
 """
 
 import dataclasses
 import functools
+import math
 import sys
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -33,7 +35,7 @@ from stable_diffusion import (
     parameter_shapes,
     shardings,
 )
-from stable_diffusion.unet import Condition
+from stable_diffusion.unet import Condition, blocks, transformer
 
 TARGET = FOLDER / "shardings.json"
 MODEL = "sdxl"
@@ -58,6 +60,11 @@ WAYS = {
 }
 
 
+def make_mesh(way: Way) -> Mesh:
+    """A mesh of chips that are not there."""
+    return Mesh(np.array(tpu_devices(CHIP, 8)).reshape(*way.mesh.values()), tuple(way.mesh))
+
+
 def place(shapes, sharding):
     """Shapes with a sharding for all of them, or a tree with one for each."""
     if isinstance(sharding, NamedSharding):
@@ -66,9 +73,8 @@ def place(shapes, sharding):
 
 
 def place_step(way: Way) -> tuple:
-    """A step of denoising, and its arguments: shapes that say where they lie."""
-    chips = np.array(tpu_devices(CHIP, 8)).reshape(*way.mesh.values())
-    mesh = Mesh(chips, tuple(way.mesh))
+    """A mesh, a step of denoising, and its arguments: shapes that say where they lie."""
+    mesh = make_mesh(way)
     config = load_config(MODEL)
     side = config.unet.sample_size
     pixels = config.pixels_per_latent * side
@@ -81,8 +87,9 @@ def place_step(way: Way) -> tuple:
         return NamedSharding(mesh, P(*spec))
 
     batch = way.latents[0]  # the axis over which images are split; None if there is but one
+    heads = "model" if "model" in way.mesh else None
     condition = Condition(
-        place(condition.words, where(None, batch, None, way.rules.get("heads"))),
+        place(condition.words, where(None, batch, None, heads)),
         place(condition.whole, where(batch)),
     )
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=where())
@@ -95,7 +102,49 @@ def place_step(way: Way) -> tuple:
 
     function = jax.jit(step, out_shardings=where(*way.latents))
     params = place(params["unet"], shardings(config, mesh, way.rules)["unet"])
-    return function, (params, place(latents, where(*way.latents)), number, condition, number)
+    return mesh, function, (params, place(latents, where(*way.latents)), number, condition, number)
+
+
+def place_block(way: Way) -> tuple:
+    """A mesh, the first transformer of the UNet's lowest level, and its arguments, placed."""
+    mesh = make_mesh(way)
+    config = load_config(MODEL)
+    block = max(blocks(config.unet), key=lambda block: block.depth)
+    level = config.unet.block_out_channels.index(block.channels)
+    rows = config.unet.sample_size // 2**level
+    texts = 2 * way.images  # without the prompts, and with them
+
+    def array(shape: tuple, *spec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    heads = "model" if "model" in way.mesh else None
+    size = block.channels // block.heads
+    x = array((texts, rows, rows, block.channels), *way.latents)
+    word = array((block.depth, texts, 77, block.heads, size), None, way.latents[0], None, heads)
+    params = {}
+    shapes = parameter_shapes(config, jnp.bfloat16)["unet"]
+    for name, sharding in shardings(config, mesh, way.rules)["unet"].items():
+        if name.startswith(f"{block.name}."):
+            params[name] = shapes[name].update(sharding=sharding)
+
+    def run(p, x, word):
+        condition = Condition({block.name: (word, word)})
+        return transformer(p, config.unet, block, x, condition, "plain")
+
+    return mesh, jax.jit(run, out_shardings=x.sharding), (params, x, word)
+
+
+def count_parameters(way: Way) -> int:
+    """Bytes of the UNet's parameters on each chip."""
+    config = load_config(MODEL)
+    total = 0
+    placed = shardings(config, make_mesh(way), way.rules)["unet"]
+    for name, shape in parameter_shapes(config, jnp.bfloat16)["unet"].items():
+        total += math.prod(placed[name].shard_shape(shape.shape)) * shape.dtype.itemsize
+    return total
+
+
+PIECES = {"transformer": place_block, "step": place_step}
 
 
 def add_up(collectives: Iterable[Collective]) -> list[dict]:
@@ -113,26 +162,31 @@ def add_up(collectives: Iterable[Collective]) -> list[dict]:
     return [dataclasses.asdict(exchange) for exchange in found.values()]
 
 
-def record(name: str) -> None:
-    """Ask about one way, and write down the answer."""
-    function, arguments = place_step(WAYS[name])
-    report = ask_compiler(function, *arguments, chip=CHIP)
+def record(name: str, piece: str) -> None:
+    """Ask about a piece, split in one way, and write down the answer."""
+    way = WAYS[name]
+    mesh, function, arguments = PIECES[piece](way)
+    with jax.set_mesh(mesh):
+        report = ask_compiler(function, *arguments, chip=CHIP)
     exchanges = add_up(report.collectives)
     report = dataclasses.replace(report, collectives=(), copies=None, text="")
     found = read_json(TARGET, {})  # read again: another recorder may have written to it
-    found[name] = {
-        "mesh": WAYS[name].mesh,
-        "images": WAYS[name].images,
-        "report": dataclasses.asdict(report),
-        "exchanges": exchanges,
-    }
+    answer = found.setdefault(
+        name, {"mesh": way.mesh, "images": way.images, "parameters": count_parameters(way)}
+    )
+    answer[piece] = {"report": dataclasses.asdict(report), "exchanges": exchanges}
     write_json(TARGET, found)
 
 
 def find_left() -> dict:
-    """The ways that are not recorded yet, and what records each."""
+    """The pieces that are not recorded yet, and what records each."""
     recorded = read_json(TARGET, {})
-    return {name: functools.partial(record, name) for name in WAYS if name not in recorded}
+    left = {}
+    for piece in PIECES:
+        for name in WAYS:
+            if piece not in recorded.get(name, {}):
+                left[f"{piece}, {name}"] = functools.partial(record, name, piece)
+    return left
 
 
 def main() -> int:

@@ -26,12 +26,10 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of denoising on several chips, as the TPU compiler sees it."""
+class Piece:
+    """A part of the model on several chips, as the TPU compiler sees it on each."""
 
-    mesh: dict[str, int]  #: the axes of the mesh, and how many chips each has
-    images: int  #: drawn at a time by all chips together
-    report: Report  #: on each chip
+    report: Report
     exchanges: tuple[Exchange, ...]
 
     @property
@@ -48,23 +46,40 @@ class Step:
 
     @property
     def kinds(self) -> str:
-        """How often each kind of collective runs in a step, such as ``3 all-reduce``."""
+        """How often each kind of collective runs, such as ``3 all-reduce``."""
         runs = {}
         for exchange in self.exchanges:
             runs[exchange.kind] = runs.get(exchange.kind, 0) + exchange.runs
         return ", ".join(f"{number} {kind}" for kind, number in runs.items()) or "none"
 
 
+@dataclass(frozen=True)
+class Split:
+    """One way to split the work."""
+
+    mesh: dict[str, int]  #: the axes of the mesh, and how many chips each has
+    images: int  #: drawn at a time by all chips together
+    parameters: int  #: bytes of the UNet's on each chip
+    transformer: Piece  #: one of the UNet's lowest level, with all of its layers
+    step: Piece | None  #: a whole step of denoising; None if nobody asked
+
+
+def read_piece(content: dict) -> Piece:
+    exchanges = tuple(Exchange(**exchange) for exchange in content["exchanges"])
+    return Piece(read_report(content["report"]), exchanges)
+
+
 @functools.cache
-def recorded_steps() -> dict[str, Step]:
-    """The recorded steps, by how the work is split; ``benchmarks.record_shardings`` asked."""
-    steps = {}
+def recorded_splits() -> dict[str, Split]:
+    """The recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
+    found = {}
     content = json.loads(find_data("benchmarks/shardings.json").read_text())
-    for name, step in content.items():
-        steps[name] = Step(
-            mesh=step["mesh"],
-            images=step["images"],
-            report=read_report(step["report"]),
-            exchanges=tuple(Exchange(**exchange) for exchange in step["exchanges"]),
+    for name, split in content.items():
+        found[name] = Split(
+            mesh=split["mesh"],
+            images=split["images"],
+            parameters=split["parameters"],
+            transformer=read_piece(split["transformer"]),
+            step=read_piece(split["step"]) if "step" in split else None,
         )
-    return steps
+    return found

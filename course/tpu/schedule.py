@@ -47,10 +47,36 @@ def called_by(line: str) -> list[str]:
     return called
 
 
-def rounds_of(line: str) -> int:
-    """How often an instruction runs what it calls: more than once if it is a loop."""
-    rounds = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-    return int(rounds[1]) if rounds else 1
+def rounds_of(line: str, computations: dict[str, list[str]]) -> int:
+    """How often an instruction runs what it calls: more than once if it is a loop.
+
+    The loops of ``jax.lax.scan``, and those that the compiler makes, count up from 0 to a constant.
+    Where a loop is none of these, it counts as if it went round once.
+    """
+    loop = re.search(r" while\(.*condition=%([\w.-]+), body=%([\w.-]+)", line)
+    if not loop:
+        return 1
+    condition = "\n".join(computations.get(loop[1], ()))
+    body = "\n".join(computations.get(loop[2], ()))
+    compared = re.search(r" compare\(%([\w.-]+), %([\w.-]+)\), direction=LT", condition)
+    if not compared:
+        return 1
+    end = constant_of(compared[2], condition)
+    place = re.search(rf"%{re.escape(compared[1])} = .* index=(\d+)", condition)
+    if end is None or not place:
+        return 1
+    # By how much the body counts up: by 1, or by 2 where the compiler unrolled the loop.
+    result = re.search(r"ROOT .* tuple\((.*?)\)", body)
+    counter = re.findall(r"%([\w.-]+)", result[1])[int(place[1])]
+    added = re.search(rf"%{re.escape(counter)} = .* add\(%[\w.-]+, %([\w.-]+)\)", body)
+    step = constant_of(added[1], body) if added else None
+    return end // (step or 1)
+
+
+def constant_of(name: str, lines: str) -> int | None:
+    """The whole number that a constant is; None if it is none."""
+    constant = re.search(rf"%{re.escape(name)} = .* constant\((\d+)\)", lines)
+    return int(constant[1]) if constant else None
 
 
 def count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
@@ -60,7 +86,7 @@ def count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
     for name in reversed(computations):  # a computation stands before those that call it
         for line in computations[name]:
             for called in called_by(line):
-                runs[called] += runs[name] * rounds_of(line)
+                runs[called] += runs[name] * rounds_of(line, computations)
     return runs
 
 
@@ -82,14 +108,15 @@ def read_schedule(text: str) -> Schedule:
             under_way |= started
             under_way -= ended
             called = called_by(line)
-            here = sum(flops.get(each, 0) for each in called) * rounds_of(line)
+            rounds = rounds_of(line, computations)
+            here = rounds * sum(flops.get(each, 0) for each in called)
             if " convolution(" in line:
                 here += product_flops(line, shapes)
             flops[name] += here
             if under_way:
                 beside[name] += here
             else:
-                beside[name] += sum(beside.get(each, 0) for each in called) * rounds_of(line)
+                beside[name] += rounds * sum(beside.get(each, 0) for each in called)
     return Schedule(flops[name], beside[name])
 
 
