@@ -93,6 +93,7 @@ def count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
 def read_schedule(text: str) -> Schedule:
     """How much a program for a TPU computes, and how much of it while devices exchange data."""
     computations = read_computations(text)
+    name = None
     flops = {}  # of a computation, with all that it calls
     beside = {}  # of these, those beside an exchange
     for name, lines in computations.items():
@@ -117,7 +118,7 @@ def read_schedule(text: str) -> Schedule:
                 beside[name] += here
             else:
                 beside[name] += rounds * sum(beside.get(each, 0) for each in called)
-    return Schedule(flops[name], beside[name])
+    return Schedule(flops.get(name, 0.0), beside.get(name, 0.0))
 
 
 def exchanges_of(line: str, computations: dict[str, list[str]]) -> tuple[set[str], set[str]]:
