@@ -87,7 +87,6 @@ def plain_jax(checkpoint: Checkpoint, images: int) -> tuple[Callable, tuple, tup
         mesh=mesh,
         in_specs=(P("data"), P("data"), P()),
         out_specs=P("data"),
-        check_vma=False,
     )
     arguments = (ids, keys, shared)
     return jax.jit(mapped), arguments, arguments

@@ -1,13 +1,18 @@
-"""Record what chips compute and exchange if Stable Diffusion XL is split over them.
+"""Record what chips hold, compute and exchange in a step of Stable Diffusion XL, by its sharding.
 
-The TPU compiler answers for four v5e chips, from shapes alone: for the parameters of the whole
-pipeline, for one of its transformer blocks, and for the collectives of a whole pipeline for the
-bundled one. That takes a few minutes, and goes into ``benchmarks/shardings.json``, which chapter 9
-shows.
+The TPU compiler answers for eight v5e chips, from shapes alone, at 1024 × 1024 pixels in bfloat16:
+for a transformer of the UNet's lowest level, with all of its layers, and for one whole step of
+denoising, each with the work split in different ways. A transformer takes a minute on two cores, a
+step ten. It goes into ``benchmarks/shardings.json``, which chapter 9 shows. What is recorded is
+left out: delete the file to ask anew.
 """
 
-import copy
 import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,139 +20,181 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.common import FOLDER, origin, write_json
-from course.shardings import split_guidance, split_pairs
-from course.tpu import Report, ask_compiler, find_chip, tpu_devices
+from benchmarks.common import FOLDER, make_parser, read_json, work_through, write_json
+from course.shardings import Exchange
+from course.tpu import ask_compiler, tpu_devices
+from course.tpu.collectives import Collective
+from course.tpu.model import load_config
 from helpers import quiet_warnings
+from stable_diffusion import (
+    DATA_PARALLEL,
+    FULLY_SHARDED,
+    TENSOR_PARALLEL,
+    denoise_step,
+    encode_condition,
+    parameter_shapes,
+    shardings,
+)
+from stable_diffusion.unet import Condition, blocks, transformer
 
 TARGET = FOLDER / "shardings.json"
+MODEL = "sdxl"
 CHIP = "v5e"
-CHIPS = 4
-# Bytes in a second that a link to a neighbour carries each way: 400 GB/s for both ways of a chip's
-# four links together (docs.cloud.google.com/tpu/docs/v5e), and 5e10 in the table of
-# jax-ml.github.io/scaling-book/tpus.
-LINK = 400e9 / 4 / 2
 
 
-def make_mesh(columns: int, name: str = "model") -> Mesh:
-    """A mesh of rows, each of so many chips; each row has images of its own."""
-    devices = np.array(tpu_devices(CHIP, CHIPS))
-    return Mesh(devices.reshape(-1, columns), ("data", name))
+class Way(NamedTuple):
+    """How the work is split."""
+
+    mesh: dict[str, int]  # the sizes of its axes
+    rules: dict[str, str]  # for the parameters
+    latents: P
+    images: int  # drawn at a time by all chips together
 
 
-def placed(shapes, shardings):
-    """Shapes with a sharding for each."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
+WAYS = {
+    "data": Way({"data": 8}, DATA_PARALLEL, P("data"), images=8),
+    # XL has 10 and 20 heads, which neither 4 nor 8 divide: so two chips share an image.
+    "tensor": Way({"data": 4, "model": 2}, TENSOR_PARALLEL, P("data"), images=4),
+    "fully sharded": Way({"data": 8}, FULLY_SHARDED, P("data"), images=8),
+    "sequence": Way({"rows": 8}, DATA_PARALLEL, P(None, "rows"), images=1),
+}
+
+
+def make_mesh(way: Way) -> Mesh:
+    """A mesh of chips that are not there."""
+    return Mesh(np.array(tpu_devices(CHIP, 8)).reshape(*way.mesh.values()), tuple(way.mesh))
+
+
+def place(shapes, sharding):
+    """Shapes with a sharding for all of them, or a tree with one for each."""
+    if isinstance(sharding, NamedSharding):
+        sharding = jax.tree.map(lambda _: sharding, shapes)
+    return jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, sharding)
+
+
+def place_step(way: Way) -> tuple:
+    """A mesh, a step of denoising, and its arguments: shapes that say where they lie."""
+    mesh = make_mesh(way)
+    config = load_config(MODEL)
+    side = config.unet.sample_size
+    pixels = config.pixels_per_latent * side
+    params = parameter_shapes(config, jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((way.images, len(config.text), 77), jnp.int32)
+    encode = functools.partial(encode_condition, config=config, height=pixels, width=pixels)
+    condition = jax.eval_shape(lambda p, ids: encode(p, ids=ids, negative_ids=ids), params, ids)
+
+    def where(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    batch = way.latents[0]  # the axis over which images are split; None if there is but one
+    heads = "model" if "model" in way.mesh else None
+    condition = Condition(
+        place(condition.words, where(None, batch, None, heads)),
+        place(condition.whole, where(batch)),
     )
+    number = jax.ShapeDtypeStruct((), jnp.float32, sharding=where())
+    latents = jax.ShapeDtypeStruct((way.images, side, side, config.unet.in_channels), jnp.float32)
+
+    # The compiler does not split a kernel, so attention is the plain one.
+    def step(p, latents, timestep, condition, guidance):
+        p = {"unet": p}
+        return denoise_step(p, config, latents, timestep, condition, guidance, attention="plain")
+
+    function = jax.jit(step, out_shardings=where(*way.latents))
+    params = place(params["unet"], shardings(config, mesh, way.rules)["unet"])
+    return mesh, function, (params, place(latents, where(*way.latents)), number, condition, number)
 
 
-def placed_alike(shapes, mesh: Mesh, spec: P):
-    """Shapes with the same sharding for all."""
-    return placed(shapes, jax.tree.map(lambda _: NamedSharding(mesh, spec), shapes))
+def place_block(way: Way) -> tuple:
+    """A mesh, the first transformer of the UNet's lowest level, and its arguments, placed."""
+    mesh = make_mesh(way)
+    config = load_config(MODEL)
+    block = max(blocks(config.unet), key=lambda block: block.depth)
+    level = config.unet.block_out_channels.index(block.channels)
+    rows = config.unet.sample_size // 2**level
+    texts = 2 * way.images  # without the prompts, and with them
+
+    def array(shape: tuple, *spec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+
+    heads = "model" if "model" in way.mesh else None
+    size = block.channels // block.heads
+    x = array((texts, rows, rows, block.channels), *way.latents)
+    word = array((block.depth, texts, 77, block.heads, size), None, way.latents[0], None, heads)
+    params = {}
+    shapes = parameter_shapes(config, jnp.bfloat16)["unet"]
+    for name, sharding in shardings(config, mesh, way.rules)["unet"].items():
+        if name.startswith(f"{block.name}."):
+            params[name] = shapes[name].update(sharding=sharding)
+
+    def run(p, x, word):
+        condition = Condition({block.name: (word, word)})
+        return transformer(p, config.unet, block, x, condition, "plain")
+
+    return mesh, jax.jit(run, out_shardings=x.sharding), (params, x, word)
 
 
-def count_parameters(params, mesh: Mesh) -> int:
-    """Bytes that parameters take on each device, with what the compiler's layouts add.
-
-    They fill up tiles. A program that reads none of its arguments keeps them all the same.
-    """
-    reads_none = jax.jit(lambda params: jnp.zeros(()), keep_unused=True)
-    report = ask_compiler(reads_none, placed(params, split_pairs(params, mesh)), chip=CHIP)
-    return report.memory.arguments
-
-
-def answer_of(report: Report) -> dict:
-    """What each chip computes, and the collectives."""
-    collectives = [dataclasses.asdict(collective) for collective in report.collectives]
-    return {"flops": report.work.flops, "collectives": collectives}
+def count_parameters(way: Way) -> int:
+    """Bytes of the UNet's parameters on each chip."""
+    config = load_config(MODEL)
+    total = 0
+    placed = shardings(config, make_mesh(way), way.rules)["unet"]
+    for name, shape in parameter_shapes(config, jnp.bfloat16)["unet"].items():
+        total += math.prod(placed[name].shard_shape(shape.shape)) * shape.dtype.itemsize
+    return total
 
 
-def ask_about_block(config, mesh: Mesh, by_guidance: bool = False) -> dict:
-    """Ask about a block of the UNet's lowest level, with an image for each row of the mesh.
+PIECES = {"transformer": place_block, "step": place_step}
 
-    The chips of a row share the block's parameters; or, by guidance, each has all of them and half
-    of the batch.
-    """
-    from diffusers.models.attention_flax import FlaxBasicTransformerBlock
 
-    channels = config.block_out_channels[-1]
-    heads = config.attention_head_dim[-1]
-    block = FlaxBasicTransformerBlock(
-        channels, heads, channels // heads, split_head_dim=True, dtype=jnp.bfloat16
+def add_up(collectives: Iterable[Collective]) -> list[dict]:
+    """What devices exchange by each kind of collective, with how often a loop goes round."""
+    found = {}
+    for each in collectives:
+        before = found.get((each.kind, each.is_async), Exchange(each.kind, each.is_async, 0, 0, 0))
+        found[each.kind, each.is_async] = Exchange(
+            each.kind,
+            each.is_async,
+            number=before.number + 1,
+            runs=before.runs + each.runs,
+            bytes=before.bytes + each.runs * each.bytes,
+        )
+    return [dataclasses.asdict(exchange) for exchange in found.values()]
+
+
+def record(name: str, piece: str) -> None:
+    """Ask about a piece, split in one way, and write down the answer."""
+    way = WAYS[name]
+    mesh, function, arguments = PIECES[piece](way)
+    with jax.set_mesh(mesh):
+        report = ask_compiler(function, *arguments, chip=CHIP)
+    exchanges = add_up(report.collectives)
+    report = dataclasses.replace(report, collectives=(), copies=None, text="")
+    found = read_json(TARGET, {})  # read again: another recorder may have written to it
+    answer = found.setdefault(
+        name, {"mesh": way.mesh, "images": way.images, "parameters": count_parameters(way)}
     )
-    split = NamedSharding(mesh, P(mesh.axis_names) if by_guidance else P("data"))
-    side = config.sample_size // 2 ** (len(config.block_out_channels) - 1)
-    batch = 2 * mesh.shape["data"]  # guidance: without the prompt, and with it
-    states = jax.ShapeDtypeStruct((batch, side * side, channels), jnp.bfloat16, sharding=split)
-    context = jax.ShapeDtypeStruct(
-        (batch, 77, config.cross_attention_dim), jnp.bfloat16, sharding=split
-    )
-    params = jax.eval_shape(block.init, jax.random.key(0), states, context)
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), params)
-    if by_guidance:
-        params = placed_alike(params, mesh, P())
-    else:
-        params = placed(params, split_pairs(params, mesh))
-    apply = jax.jit(block.apply, out_shardings=split)
-    return answer_of(ask_compiler(apply, params, states, context, chip=CHIP))
-
-
-def ask_about_guidance(pipeline, params) -> dict:
-    """Ask about a pipeline with one half of guidance on each of two chips, as in chapter 9."""
-    mesh = make_mesh(2, "half")
-    by_halves = copy.copy(pipeline)
-    by_halves.unet = split_guidance(pipeline.unet, "half")
-    pixels = 8 * pipeline.unet.config.sample_size
-
-    def draw(prompt_ids, params, keys, guidance_scale):
-        return by_halves._generate(prompt_ids, params, keys[0], 20, pixels, pixels, guidance_scale)
-
-    rows = mesh.shape["data"]
-    prompt_ids = jax.ShapeDtypeStruct((rows, 77), jnp.int32)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-    guidance_scale = jax.ShapeDtypeStruct((), jnp.float32)
-    specs = (P("data"), P(), P("data"), P())
-    mapped = jax.shard_map(draw, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
-    arguments = [
-        placed_alike(argument, mesh, spec)
-        for argument, spec in zip((prompt_ids, params, keys, guidance_scale), specs, strict=True)
-    ]
-    return answer_of(ask_compiler(mapped, *arguments, chip=CHIP))
-
-
-def main() -> None:
-    quiet_warnings()
-    from course.tpu.pipelines import load_shapes
-
-    jax.config.update("jax_platforms", "cpu")
-    pipeline, params = load_shapes("sdxl")
-    config = pipeline.unet.config
-    # Down and up there are layers_per_block and one more of these, and one in the middle.
-    blocks = (2 * config.layers_per_block + 2) * config.transformer_layers_per_block[-1]
-    parameters = {}
-    block = {}
-    for columns in (1, 2, 4):
-        mesh = make_mesh(columns)
-        parameters[str(columns)] = count_parameters(params, mesh)
-        block[str(columns)] = ask_about_block(config, mesh)
-    found = origin() | {
-        "work": {
-            "pipeline": "sdxl",
-            "dtype": "bfloat16",
-            "blocks": blocks,
-            "latents": config.sample_size,
-        },
-        "chip": {"name": CHIP, "peak": find_chip(CHIP).peak, "link": LINK},
-        "parameters": parameters,
-        "block": block,
-        "block by guidance": ask_about_block(config, make_mesh(2), by_guidance=True),
-        "pipeline by guidance": ask_about_guidance(*load_shapes("shapes-sd")),
-    }
+    answer[piece] = {"report": dataclasses.asdict(report), "exchanges": exchanges}
     write_json(TARGET, found)
 
 
+def find_left() -> dict:
+    """The pieces that are not recorded yet, and what records each."""
+    recorded = read_json(TARGET, {})
+    left = {}
+    for piece in PIECES:
+        for name in WAYS:
+            if piece not in recorded.get(name, {}):
+                left[f"{piece}, {name}"] = functools.partial(record, name, piece)
+    return left
+
+
+def main() -> int:
+    options = make_parser(__doc__).parse_args()
+    quiet_warnings()
+    jax.config.update("jax_platforms", "cpu")
+    return work_through(find_left, options)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,79 +1,85 @@
-"""How a pipeline's program is spread over devices: chapter 9 shows and uses these functions."""
+"""What was recorded about a step of Stable Diffusion XL on several chips; chapter 9 shows it."""
 
-from types import SimpleNamespace
+import functools
+import json
+from dataclasses import dataclass
 
-import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from course.tpu.compiler import Report
+from course.tpu.records import read_report
+from helpers.places import find_data
+
+# Bytes in a second that a link of a v5e chip to its neighbour carries each way: 400 GB/s for both
+# ways of a chip's four links together (docs.cloud.google.com/tpu/docs/v5e), and 5e10 in the table
+# of jax-ml.github.io/scaling-book/tpus.
+ICI_LINK = 400e9 / 4 / 2
 
 
-def split_guidance(unet, axis: str) -> SimpleNamespace:
-    """Stand in for a UNet inside ``jax.shard_map``: each device computes its part of the batch.
+@dataclass(frozen=True)
+class Exchange:
+    """All collectives of one kind in a program, on each device."""
 
-    ``_generate`` gives its UNet two halves: all images without the prompt, then all with it. On two
-    devices along a mesh's axis, each computes one half. Builds on ``jax.lax.axis_index`` and
-    ``jax.lax.all_gather``.
+    kind: str  #: such as ``all-gather``
+    is_async: bool  #: whether the chip goes on computing in the meantime
+    number: int  #: of instructions
+    runs: int  #: in one run of the program
+    bytes: int  #: of all their results in one run
 
-    Raises
-    ------
-    TypeError
-        JAX's own, if the devices do not divide the batch.
-    """
 
-    def apply(variables, latents, timesteps, encoder_hidden_states):
-        devices = jax.lax.axis_size(axis)
-        here = jax.lax.axis_index(axis)
+@dataclass(frozen=True)
+class Piece:
+    """A part of the model on several chips, as the TPU compiler sees it on each."""
 
-        def take_part(x):
-            """(batch, …) to (batch / devices, …)."""
-            return x.reshape(devices, -1, *x.shape[1:])[here]
+    report: Report
+    exchanges: tuple[Exchange, ...]
 
-        output = unet.apply(
-            variables,
-            take_part(latents),
-            take_part(timesteps),
-            take_part(encoder_hidden_states),
+    @property
+    def exchanged(self) -> int:
+        """Bytes of the results of all collectives on each chip."""
+        return sum(exchange.bytes for exchange in self.exchanges)
+
+    @property
+    def hidden(self) -> float:
+        """The share of the exchanged bytes for which the chip need not wait, from 0 to 1."""
+        if not self.exchanged:
+            return 1.0
+        return sum(each.bytes for each in self.exchanges if each.is_async) / self.exchanged
+
+    @property
+    def kinds(self) -> str:
+        """How often each kind of collective runs, such as ``3 all-reduce``."""
+        runs = {}
+        for exchange in self.exchanges:
+            runs[exchange.kind] = runs.get(exchange.kind, 0) + exchange.runs
+        return ", ".join(f"{number} {kind}" for kind, number in runs.items()) or "none"
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way to split the work."""
+
+    mesh: dict[str, int]  #: the axes of the mesh, and how many chips each has
+    images: int  #: drawn at a time by all chips together
+    parameters: int  #: bytes of the UNet's on each chip
+    transformer: Piece  #: one of the UNet's lowest level, with all of its layers
+    step: Piece | None  #: a whole step of denoising; None if nobody asked
+
+
+def read_piece(content: dict) -> Piece:
+    exchanges = tuple(Exchange(**exchange) for exchange in content["exchanges"])
+    return Piece(read_report(content["report"]), exchanges)
+
+
+@functools.cache
+def recorded_splits() -> dict[str, Split]:
+    """The recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
+    found = {}
+    content = json.loads(find_data("benchmarks/shardings.json").read_text())
+    for name, split in content.items():
+        found[name] = Split(
+            mesh=split["mesh"],
+            images=split["images"],
+            parameters=split["parameters"],
+            transformer=read_piece(split["transformer"]),
+            step=read_piece(split["step"]) if "step" in split else None,
         )
-        noise = jax.lax.all_gather(output.sample, axis, tiled=True)  # (batch, …) again
-        return output.replace(sample=noise)
-
-    return SimpleNamespace(config=unet.config, apply=apply)
-
-
-def split_pairs(params, mesh: Mesh):
-    """Say where each parameter lies if pairs of layers are split over an axis ``model``.
-
-    The first layer of a pair is split by its outputs, and the second by its inputs, as in
-    Megatron-LM (arXiv:1909.08053). Whatever does not divide, or is in no pair, is whole on
-    every device.
-
-    Parameters
-    ----------
-    params : tree of jax.Array or jax.ShapeDtypeStruct
-        A pipeline's.
-    mesh : Mesh
-        With an axis ``model``.
-
-    Returns
-    -------
-    tree of NamedSharding
-        One for each parameter.
-    """
-    first = {"to_q", "to_k", "to_v", "q_proj", "k_proj", "v_proj"}  # attention
-    second = {"to_out_0", "out_proj"}
-    first |= {"proj", "fc1"}  # feed-forward layers
-    second |= {"net_2", "fc2"}
-    first |= {"conv1", "time_emb_proj"}  # ResNets
-    second |= {"conv2"}
-
-    def choose(path, leaf):
-        spec = [None] * len(leaf.shape)
-        names = [getattr(entry, "key", None) for entry in path]
-        if len(names) >= 2 and names[-1] == "kernel" and names[-2] in first | second:
-            # The last two axes of a kernel are its inputs and its outputs, in convolutions too.
-            axis = -1 if names[-2] in first else -2
-            if leaf.shape[axis] % mesh.shape["model"] == 0:
-                spec[axis] = "model"
-        return NamedSharding(mesh, P(*spec))
-
-    return jax.tree_util.tree_map_with_path(choose, params)
+    return found

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from stable_diffusion.layers import Parameter, linear, linear_parameters, within
+from stable_diffusion.layers import Parameter, linear, linear_parameters, split_batch, within
 
 
 def plain(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool = False) -> jax.Array:
@@ -160,7 +160,7 @@ def keys_and_values(p: dict, name: str, x: jax.Array, heads: int) -> tuple[jax.A
     batch, tokens, _ = x.shape
     key = linear(p, f"{name}.to_k", x).reshape(batch, tokens, heads, -1)
     value = linear(p, f"{name}.to_v", x).reshape(batch, tokens, heads, -1)
-    return key, value
+    return split_batch(key), split_batch(value)
 
 
 def attend(
@@ -178,7 +178,7 @@ def attend(
     """
     batch, queries, _ = x.shape
     heads, size = key.shape[-2:]
-    query = linear(p, f"{name}.to_q", x).reshape(batch, queries, heads, size)
+    query = split_batch(linear(p, f"{name}.to_q", x).reshape(batch, queries, heads, size))
     if upcast:
         query = query.astype(jnp.float32)
         key = key.astype(jnp.float32)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from stable_diffusion.quantize import Quantized
 
@@ -50,6 +52,20 @@ def stacked_layers(p: dict, name: str) -> dict:
         if key.startswith(prefix):
             found[key.removeprefix(prefix)] = value
     return found
+
+
+def split_batch(x: jax.Array) -> jax.Array:
+    """Keep images on the devices that draw them: the batch is split over the mesh's axis "data".
+
+    It does nothing unless ``jax.set_mesh`` has set a mesh with such an axis. Without it, the
+    compiler may move images to where parameters lie, which it cannot know to be more work.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if automatic.get("data") != AxisType.Auto:
+        return x
+    free = [P.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, P("data", *free))
 
 
 def linear_parameters(

@@ -26,9 +26,14 @@ DATA_PARALLEL = {}
 # Each device has some heads of all attentions, and some channels of all feed-forward layers
 # (tensor parallelism): Shoeybi et al., 2019.
 TENSOR_PARALLEL = {"heads": "model", "mlp": "model"}
-# Each device has a part of every large parameter, and the parts are gathered where they are used
-# (fully sharded data parallelism): Rajbhandari et al., 2019.
-FULLY_SHARDED = {"embed": "data", "outputs": "data", "context": "data"}
+# Each device has a part of every large parameter, of a weight some of its outputs, and the parts
+# are gathered where they are used (fully sharded data parallelism): Rajbhandari et al., 2019.
+FULLY_SHARDED = {
+    "embed": "data",
+    "heads": "data",
+    "mlp": "data",
+    "outputs": "data",
+}
 
 
 @functools.cache
@@ -107,6 +112,9 @@ def shardings(
         found[part] = {}
         for name, parameter in parameters.items():
             spec = [rules.get(axis) for axis in parameter.axes]
+            for n, axis in enumerate(spec):
+                if axis in spec[n + 1 :]:  # it can split one axis of an array only: the last one
+                    spec[n] = None
             for size, axis in zip(parameter.shape, spec, strict=True):
                 if axis and size % mesh.shape[axis]:
                     raise ValueError(

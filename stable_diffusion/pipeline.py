@@ -235,7 +235,8 @@ def generate(
         Whether there is guidance. Without it a step is half of the work.
     guidance_axis : str, optional
         Inside ``jax.shard_map``, the name of an axis of two devices, of which each does one half of
-        the UNet's work for guidance: the same images in less time.
+        the UNet's work for guidance: the same images in less time. It needs ``check_vma=False``,
+        since not every version of JAX can say of gathered values that they are the same everywhere.
     decode_batch : int, optional
         How many images the VAE decodes at a time; by default all of them. At 1024 × 1024 pixels
         the decoder needs more memory than a step, so with 1 a larger batch fits. Inside

@@ -256,7 +256,8 @@ def pndm_step(
 
 def pndm_memory(x: jax.Array) -> tuple:
     """What PNDM remembers before the first step."""
-    return jnp.zeros((3, *x.shape)), jnp.zeros_like(x)
+    nothing = jnp.zeros_like(x)  # made of x, so that it lies where x lies
+    return jnp.stack([nothing] * 3), nothing
 
 
 class Sampler(NamedTuple):

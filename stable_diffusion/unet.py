@@ -25,6 +25,7 @@ from stable_diffusion.layers import (
     norm_parameters,
     residual,
     residual_parameters,
+    split_batch,
     stack_parameters,
     stacked_layers,
     upsample,
@@ -259,7 +260,7 @@ def unet(
     for block in blocks(config):
         if block.join:
             x = jnp.concatenate([x, kept.pop()], axis=-1)
-        x = run(p, config, block, x, time, condition, attention)
+        x = split_batch(run(p, config, block, x, time, condition, attention))
         if block.keep:
             kept.append(x)
     x = group_norm(p, "conv_norm_out", x, config.norm_num_groups, config.norm_eps)
@@ -323,11 +324,11 @@ def transformer(
         z = layer_norm(p, "norm3", y)
         z, gate = jnp.split(linear(p, "ff.net.0.proj", z), 2, axis=-1)
         y += linear(p, "ff.net.2", z * layers.gelu(gate))
-        return y, None
+        return split_batch(y), None
 
     y = group_norm(p, f"{block.name}.norm", x, config.norm_num_groups, TRANSFORMER_EPSILON)
     y = project(p, f"{block.name}.proj_in", y)
-    y = y.reshape(len(x), -1, block.channels)  # (batch, pixels, channels)
+    y = split_batch(y.reshape(len(x), -1, block.channels))  # (batch, pixels, channels)
     parameters = stacked_layers(p, f"{block.name}.transformer_blocks")
     y, _ = jax.lax.scan(layer, y, (parameters, condition.words[block.name]))
     return x + project(p, f"{block.name}.proj_out", y.reshape(x.shape))

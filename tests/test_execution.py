@@ -47,6 +47,16 @@ PRINTED = {
         r"the same images: True$",
         r"\.common\.alphas_cumprod gives NaN$",
     ],
+    "09_shardings": [
+        r"Collectives: none$",
+        r"4 image\(s\), at most 0\.[0-4]\d* of 255 from the first ones$",  # tensor parallelism
+        r"8 image\(s\), at most 0\.[0-4]\d* of 255 from the first ones$",  # fully sharded
+        r"1 image\(s\), at most 0\.[0-4]\d* of 255 from the first ones$",  # sequence parallelism
+        r"fused \{'collective-permute': \d+\}$",
+        r"apart nothing$",
+        r"equal to the bit: True$",
+        r"Meant to fail\. ShardingTypeError: Contracting dimensions are sharded",
+    ],
     "10_many_hosts": [
         r"\[0\] 6 prompt\(s\), 0 drawn already; 2 round\(s\) to go, "
         r"on 4 device\(s\) of 2 process\(es\)$",

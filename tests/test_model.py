@@ -204,7 +204,6 @@ def draw_on(small):
                 mesh=mesh,
                 in_specs=(P(), P("data"), P("data")),
                 out_specs=P("data"),
-                check_vma=False,
             )
         split = NamedSharding(mesh, P("data"))
         inputs = (

@@ -1,27 +1,30 @@
-"""Chapter 9: the functions that it shows, its table, and the record that it reads."""
+"""Chapter 9: rules and shardings, its page on `pmap`, collectives, and the record that it reads."""
 
 import ast
-import inspect
-import json
+import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import nbformat
 import numpy as np
 import pytest
-from flax import struct
-from jax.sharding import Mesh, NamedSharding
+from flax.jax_utils import replicate, unreplicate
+from flax.training.common_utils import shard
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from course.shardings import split_guidance, split_pairs
+import stable_diffusion as sd
+from course.shardings import recorded_splits
 from course.tpu.collectives import (
     Collective,
     count_collectives,
     find_collectives,
     read_collectives,
 )
+from course.tpu.schedule import read_schedule
+from helpers import create_key, prepare_prompts, split_keys
+from stable_diffusion.pipeline import draw_noise
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {
@@ -72,13 +75,39 @@ def idioms(tree: ast.AST) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def rows():
-    """The rows of chapter 9's table: pairs of expressions."""
-    for tree in trees(ROOT / "notebooks" / "09_shardings.ipynb"):
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and node.name == "idioms":
-                return [row.elts for row in node.body[0].value.elts]
-    raise AssertionError("chapter 9 defines no idioms")
+def page():
+    return (ROOT / "docs" / "from-pmap.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def rows(page):
+    """The rows of the page's table: pairs of expressions."""
+    found = re.findall(r"^\| `(.+)` \| `(.+)` \|$", page, flags=re.MULTILINE)
+    return [tuple(ast.parse(code, mode="eval").body for code in row) for row in found]
+
+
+def largest_difference(old, new) -> float:
+    """Between arrays, or trees of them; the old may have copies of the new."""
+    differences = []
+    for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        if jax.dtypes.issubdtype(jnp.result_type(a), jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        a, b = np.float64(a), np.float64(b)
+        differences.append(np.abs(a.reshape(-1, *b.shape) - b).max())
+    return max(differences)
+
+
+def test_both_sides_of_every_row_give_the_same(page, rows, pipeline, params):
+    names = {"pipeline": pipeline, "params": params, "jax": jax, "jnp": jnp, "np": np}
+    names |= {"AxisType": AxisType, "Mesh": Mesh, "NamedSharding": NamedSharding, "P": P}
+    names |= {"replicate": replicate, "unreplicate": unreplicate, "shard": shard}
+    names |= {"create_key": create_key, "prepare_prompts": prepare_prompts}
+    names |= {"split_keys": split_keys}
+    exec(re.search(r"```python\n(.*?)```", page, flags=re.DOTALL)[1], names)
+    assert len(rows) >= 20
+    for row in rows:
+        old, new = (eval(ast.unparse(side), names) for side in row)
+        assert largest_difference(old, new) == 0, ast.unparse(row[0])
 
 
 def test_the_table_has_every_idiom_of_the_chapters_before(rows):
@@ -115,33 +144,123 @@ def mesh():
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
 
 
-def test_pairs_are_split_by_outputs_and_then_by_inputs(mesh):
-    kernel = jax.ShapeDtypeStruct((3, 3, 4, 6), jnp.float32)
-    params = {
-        "conv1": {"kernel": kernel, "bias": kernel},
-        "conv2": {"kernel": kernel},
-        "conv_in": {"kernel": kernel},
-    }
-    specs = jax.tree.map(lambda sharding: tuple(sharding.spec), split_pairs(params, mesh))
-    assert specs["conv1"] == {"kernel": (None, None, None, "model"), "bias": (None,) * 4}
-    assert specs["conv2"]["kernel"] == (None, None, "model", None)
-    assert specs["conv_in"]["kernel"] == (None,) * 4
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return sd.load(checkpoint.source, jnp.float32)
 
 
-def test_what_does_not_divide_stays_whole(mesh):
-    params = {"to_q": {"kernel": jax.ShapeDtypeStruct((4, 5), jnp.float32)}}
-    assert tuple(split_pairs(params, mesh)["to_q"]["kernel"].spec) == (None, None)
+@pytest.fixture(scope="module")
+def step(model):
+    """A step of denoising for images that lie anywhere."""
+    _, config, _ = model
+
+    def step(params, ids, noise, empty):
+        condition = sd.encode_condition(params, config, ids, empty, height=64, width=64)
+        return sd.denoise_step(params, config, noise, jnp.float32(500), condition, 5.0)
+
+    return jax.jit(step)
 
 
-def test_every_name_of_a_pair_occurs_in_the_pipeline(params):
-    source = ast.parse(inspect.getsource(split_pairs))
-    names = set().union(
-        *(ast.literal_eval(node) for node in ast.walk(source) if isinstance(node, ast.Set))
-    )
-    leaves = [path for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    layers = {path[-2].key for path in leaves if getattr(path[-1], "key", None) == "kernel"}
-    assert "to_q" in names
-    assert names <= layers
+@pytest.fixture(scope="module")
+def inputs(model):
+    """Token ids, noise, and the ids of the empty prompt, for eight images."""
+    _, _, tokenize = model
+    ids = tokenize(["a small red heart on a white background", "a large blue star"] * 4)
+    return ids, draw_noise(jax.random.split(jax.random.key(0), 8), (8, 8, 8, 4)), tokenize([""])
+
+
+@pytest.fixture(scope="module")
+def on_one_device(step, model, inputs):
+    return np.asarray(step(model[0], *inputs))
+
+
+# Axes of the mesh, rules, where the noise lies, and what must be exchanged.
+WAYS = {
+    "data": ({"data": 8}, sd.DATA_PARALLEL, P("data"), set()),
+    "tensor": ({"data": 4, "model": 2}, sd.TENSOR_PARALLEL, P("data"), {"all-reduce"}),
+    "fully sharded": ({"data": 8}, sd.FULLY_SHARDED, P("data"), {"all-gather"}),
+    "sequence": (
+        {"rows": 4},
+        sd.DATA_PARALLEL,
+        P(None, "rows"),
+        {"all-gather", "collective-permute"},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_the_work_is_split_the_model_predicts_the_same(
+    way, step, model, inputs, on_one_device
+):
+    params, config, _ = model
+    sizes, rules, spec, exchanged = WAYS[way]
+    chips = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = Mesh(np.array(chips).reshape(*sizes.values()), tuple(sizes))
+    placed = jax.device_put(params, sd.shardings(config, mesh, rules))
+    ids, noise, empty = inputs
+    ids = jax.device_put(ids, NamedSharding(mesh, P(spec[0])))
+    noise = jax.device_put(noise, NamedSharding(mesh, spec))
+    empty = jax.device_put(empty, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh):
+        compiled = step.lower(placed, ids, noise, empty).compile()
+        found = np.asarray(compiled(placed, ids, noise, empty))
+    assert np.abs(found - on_one_device).max() < 1e-3
+    assert exchanged <= set(count_collectives(compiled))
+    if not exchanged:
+        assert count_collectives(compiled) == {}
+
+
+def test_fully_sharded_parameters_take_an_eighth_and_tensor_parallel_ones_less(model):
+    params, config, _ = model
+
+    def held(sizes, rules):
+        mesh = Mesh(np.array(jax.devices()).reshape(*sizes.values()), tuple(sizes))
+        placed = jax.device_put(params, sd.shardings(config, mesh, rules))
+        pieces = [leaf.addressable_shards[0].data for leaf in jax.tree.leaves(placed)]
+        return sum(piece.nbytes for piece in pieces)
+
+    everything = held({"data": 8}, sd.DATA_PARALLEL)
+    assert everything / 8 < held({"data": 8}, sd.FULLY_SHARDED) < everything / 7
+    assert held({"data": 4, "model": 2}, sd.TENSOR_PARALLEL) < everything
+    both = held({"data": 4, "model": 2}, sd.TENSOR_PARALLEL | sd.FULLY_SHARDED)
+    assert everything / 8 < both < everything / 3
+
+
+def test_an_axis_of_the_mesh_splits_the_last_axis_that_a_rule_gives_it(model):
+    _, config, _ = model
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    placed = sd.shardings(config, mesh, sd.FULLY_SHARDED)["unet"]
+    layer = "mid_block.attentions.0.transformer_blocks.*"
+    assert tuple(placed[f"{layer}.attn1.to_q.weight"].spec) == (None, None, "data")
+    assert tuple(placed[f"{layer}.attn1.to_out.0.weight"].spec) == (None, None, "data")
+
+
+def test_images_stay_where_they_are_only_if_a_mesh_is_set(model, step, inputs):
+    params, config, _ = model
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    placed = jax.device_put(params, sd.shardings(config, mesh, sd.FULLY_SHARDED))
+    ids, noise, empty = inputs
+    ids, noise = jax.device_put((ids, noise), NamedSharding(mesh, P("data")))
+    arguments = (placed, ids, noise, jax.device_put(empty, NamedSharding(mesh, P())))
+    free = count_collectives(step.lower(*arguments).compile())
+    with jax.set_mesh(mesh):
+        pinned = count_collectives(step.lower(*arguments).compile())
+    assert pinned["all-gather"] > free["all-gather"]
+    assert pinned.get("all-reduce", 0) < free["all-reduce"]
+
+
+@pytest.mark.parametrize("sampler", sd.SAMPLERS)
+def test_shard_map_knows_what_varies_with_every_sampler(model, inputs, sampler):
+    params, config, _ = model
+    ids, noise, empty = inputs
+
+    def draw(params, ids, noise):
+        return sd.generate(params, config, ids, None, empty, 2, latents=noise, sampler=sampler)
+
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    specs = (P(), P("data"), P("data"))
+    mapped = jax.shard_map(draw, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    assert jax.eval_shape(mapped, params, ids, noise).shape == (8, 64, 64, 3)
 
 
 def test_collectives_are_counted(mesh):
@@ -173,60 +292,118 @@ def test_what_an_accelerator_starts_and_goes_on_from_is_counted_once():
     ]
     assert read_collectives("\n".join(lines)) == [
         Collective("all-reduce", 4096, "sum"),
-        Collective("collective-permute", 32, "jit(apply)/split"),
+        Collective("collective-permute", 32, "jit(apply)/split", is_async=True),
         Collective("all-to-all", 8, ""),
     ]
 
 
-@struct.dataclass
-class Output:
-    sample: jax.Array
+# A loop of ten rounds, counted up by two, in which a product stands beside an exchange.
+TPU_PROGRAM = """
+HloModule jit_step, is_scheduled=true
+
+%start_it (p: bf16[8,4]) -> (bf16[8,4], bf16[32,4]) {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %gather.1 = bf16[32,4]{1,0} all-gather(%p), channel_id=7, metadata={op_name="jit(step)/dot"}
+  ROOT %c = (bf16[8,4]) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%end_it (p: bf16[8,4]) -> bf16[32,4] {
+  %p = bf16[8,4]{1,0} parameter(0)
+  %gather.2 = bf16[32,4]{1,0} all-gather(%p), channel_id=7
+  ROOT %d = bf16[32,4]{1,0} custom-call(%gather.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%product (x: bf16[16,32], w: bf16[32,4]) -> bf16[16,4] {
+  %x = bf16[16,32]{1,0} parameter(0)
+  %w = bf16[32,4]{1,0} parameter(1)
+  ROOT %y = bf16[16,4]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+}
+
+%body (state: (s32[], bf16[16,32])) -> (s32[], bf16[16,32]) {
+  %state = (s32[], bf16[16,32]) parameter(0)
+  %two = s32[] constant(2)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = bf16[16,32]{1,0} get-tuple-element(%state), index=1
+  %next = s32[] add(%i, %two)
+  %s = (bf16[8,4], bf16[32,4]) fusion(%x), kind=kCustom, calls=%start_it
+  %beside = bf16[16,4]{1,0} fusion(%x, %x), kind=kOutput, calls=%product
+  %e = bf16[32,4]{1,0} fusion(%s), kind=kCustom, calls=%end_it
+  %after = bf16[16,4]{1,0} fusion(%x, %e), kind=kOutput, calls=%product
+  %sum = bf16[16,4]{1,0} all-reduce(%after), channel_id=8, to_apply=%add
+  ROOT %t = (s32[], bf16[16,32]) tuple(%next, %x)
+}
+
+%condition (state: (s32[], bf16[16,32])) -> pred[] {
+  %state = (s32[], bf16[16,32]) parameter(0)
+  %ten = s32[] constant(10)
+  %i = s32[] get-tuple-element(%state), index=0
+  ROOT %less = pred[] compare(%i, %ten), direction=LT
+}
+
+ENTRY %main (x: bf16[16,32]) -> (s32[], bf16[16,32]) {
+  %x = bf16[16,32]{1,0} parameter(0)
+  ROOT %loop = (s32[], bf16[16,32]) while(%x), condition=%condition, body=%body
+}
+"""
 
 
-def test_each_device_asks_the_unet_about_its_own_part_of_the_batch(mesh):
-    asked = []
+def test_a_loop_counts_as_often_as_it_goes_round():
+    schedule = read_schedule(TPU_PROGRAM)
+    product = 2 * 16 * 32 * 4
+    assert schedule.flops == 5 * 2 * product
+    assert schedule.beside_exchange == 5 * product
 
-    def apply(variables, latents, timesteps, encoder_hidden_states):
-        asked.append((latents.shape, timesteps.shape, encoder_hidden_states.shape))
-        return Output(variables * latents + timesteps[:, None] + encoder_hidden_states.sum(axis=1))
 
-    inputs = (jnp.float32(3), jnp.arange(8.0).reshape(4, 2), jnp.arange(4.0), jnp.ones((4, 5, 2)))
-    halved = split_guidance(SimpleNamespace(config="the UNet's", apply=apply), "model")
-    mapped = jax.shard_map(
-        lambda *inputs: halved.apply(*inputs).sample,
-        mesh=mesh,
-        in_specs=P(),
-        out_specs=P(),
-        check_vma=False,
-    )
-    noise = jax.jit(mapped)(*inputs)
-    assert asked == [((2, 2), (2,), (2, 5, 2))]
-    assert np.array_equal(noise, apply(*inputs).sample)
-    assert halved.config == "the UNet's"
+def test_what_is_fused_with_other_work_is_one_collective():
+    assert read_collectives(TPU_PROGRAM) == [
+        Collective("all-gather", 32 * 4 * 2, "jit(step)/dot", runs=5, is_async=True),
+        Collective("all-reduce", 16 * 4 * 2, "", runs=5, is_async=False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("window", "flops"),
+    [
+        ("window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f", 2 * 10 * 10 * 6 * 5),
+        ("window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_01io->b01f", 2 * 25 * 6 * 5),
+    ],
+)
+def test_what_a_convolution_multiplies_with_its_padding_is_not_counted(window, flops):
+    size = 2 if "stride" in window else 4
+    text = f"""
+ENTRY %main (x: bf16[1,4,4,6], w: bf16[3,3,6,5]) -> bf16[1,{size},{size},5] {{
+  %x = bf16[1,4,4,6] parameter(0)
+  %w = bf16[3,3,6,5] parameter(1)
+  ROOT %y = bf16[1,{size},{size},5] convolution(%x, %w), {window}
+}}"""
+    assert read_schedule(text).flops == flops
 
 
 @pytest.fixture(scope="module")
-def record():
-    return json.loads((ROOT / "benchmarks" / "shardings.json").read_text())
+def splits():
+    return recorded_splits()
 
 
-def test_the_record_halves_what_is_split(record):
-    one, two, four = (record["parameters"][chips] for chips in ("1", "2", "4"))
-    assert one / 2 < two < 0.6 * one
-    assert one / 4 < four < 0.6 * two
-    for chips, answer in record["block"].items():
-        assert bool(answer["collectives"]) == (chips != "1")
-        assert answer["flops"] == pytest.approx(
-            record["block"]["1"]["flops"] / int(chips), rel=0.02
-        )
-    assert set(record["versions"]) >= {"jax", "libtpu", "diffusers"}
+def test_every_way_is_recorded(splits):
+    assert splits.keys() == WAYS.keys()
+    whole = splits["data"].parameters
+    assert splits["sequence"].parameters == whole
+    assert whole / 8 < splits["fully sharded"].parameters < whole / 7.9
+    assert whole / 2 < splits["tensor"].parameters < 0.75 * whole
 
 
-def test_by_guidance_the_recorded_chips_exchange_noise_alone(record):
-    assert record["block by guidance"]["collectives"] == []
-    assert record["block by guidance"]["flops"] == pytest.approx(
-        record["block"]["1"]["flops"] / 2, rel=0.02
-    )
-    (gather,) = record["pipeline by guidance"]["collectives"]
-    assert gather["kind"] == "all-gather"
-    assert gather["bytes"] == 2 * 4 * 8 * 8 * 2  # two answers of the bundled UNet, in bfloat16
+def test_the_recorded_chips_share_the_work_of_their_images(splits):
+    for split in splits.values():
+        chips = np.prod(list(split.mesh.values()))
+        of_an_image = split.transformer.report.schedule.flops * chips / split.images
+        alone = splits["data"].transformer.report.schedule.flops
+        assert of_an_image == pytest.approx(alone, rel=0.1)
+
+
+def test_recorded_weights_move_beside_the_arithmetic_and_data_parallel_chips_exchange_nothing(
+    splits,
+):
+    assert splits["data"].transformer.exchanges == ()
+    schedule = splits["fully sharded"].transformer.report.schedule
+    assert schedule.beside_exchange > 0.9 * schedule.flops
+    assert splits["fully sharded"].transformer.hidden > 0.8

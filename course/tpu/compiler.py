@@ -16,6 +16,7 @@ from course.tpu.apart import compile_apart, read_arguments
 from course.tpu.chips import Chip, find_chip, tpu_devices
 from course.tpu.collectives import Collective
 from course.tpu.copies import Copy
+from course.tpu.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +135,8 @@ class Report:
     #: what it copies between memories, which `Work.bytes_accessed` counts several times; None if
     #: nobody wrote it down
     copies: tuple[Copy, ...] | None = None
+    #: what it computes while devices exchange data; None if nobody wrote it down
+    schedule: Schedule | None = None
     #: the compiled program in HLO, the compiler's language, but for the notes that it makes for
     #: itself (``backend_config``); empty unless somebody asked for it
     text: str = ""
@@ -313,6 +316,7 @@ def ask_compiler(
         collectives=tuple(Collective(**collective) for collective in said["collectives"]),
         note=said["note"],
         copies=tuple(Copy(**copy) for copy in said["copies"]),
+        schedule=Schedule(**said["schedule"]),
         text=said["text"] if keep_text else "",
     )
 

@@ -16,6 +16,7 @@ from course.tpu.compiler import Memory, Report, Times, Work, ask_compiler, versi
 from course.tpu.copies import Copy
 from course.tpu.products import ROWS, Product
 from course.tpu.programs import PARTS, STEP, WHOLE, Answer, Program
+from course.tpu.schedule import Schedule
 from helpers.places import find_data
 
 
@@ -42,6 +43,8 @@ def read_report(content: dict) -> Report:
     }
     if content.get("copies") is not None:  # those of before were not written down
         fields["copies"] = tuple(Copy(**each) for each in content["copies"])
+    if content.get("schedule") is not None:
+        fields["schedule"] = Schedule(**content["schedule"])
     return Report(**fields)
 
 

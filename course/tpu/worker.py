@@ -19,6 +19,7 @@ from jaxlib import xla_client
 from course.tpu.chips import describe
 from course.tpu.collectives import read_collectives
 from course.tpu.copies import read_copies
+from course.tpu.schedule import read_schedule
 
 
 def compile_question(folder: Path) -> dict:
@@ -64,6 +65,7 @@ def compile_question(folder: Path) -> dict:
         "flops": cost.get("flops", 0.0),  # absent if there are none
         "bytes_accessed": cost.get("bytes accessed", 0.0),
         "collectives": [dataclasses.asdict(collective) for collective in read_collectives(text)],
+        "schedule": dataclasses.asdict(read_schedule(text)),
         "copies": [dataclasses.asdict(copy) for copy in read_copies(text)],
         # What the compiler notes for itself is the larger part of the text.
         "text": re.sub(r", backend_config=.*", "", text),
