@@ -193,7 +193,7 @@ def test_a_run_on_a_chip_stands_beside_what_the_compiler_says(small, monkeypatch
         (["--steps", "0"], "steps is 0: give at least 1."),
         (["--calls", "0"], "calls is 0: give at least 1."),
         (["--height", "63"], "shapes-sd cannot draw 63 × 64 pixels: give multiples of"),
-        (["--attention", "fast"], "There is no attention 'fast': choose one of auto"),
+        (["--attention", "fast"], "There is no attention 'fast': choose one of plain"),
     ],
 )
 def test_a_run_that_is_impossible_is_refused_in_a_sentence(arguments, message, capsys, tmp_path):

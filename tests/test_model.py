@@ -386,7 +386,7 @@ def test_inputs_of_the_wrong_shape_are_answered_by_a_sentence(sd, changes, sente
             "This UNet cannot halve images of 512 × -64 pixels: choose multiples of 64.",
         ),
         ({"sampler": "heun"}, "There is no sampler 'heun': choose one of ddim, euler"),
-        ({"attention": "fast"}, "There is no attention 'fast': choose one of auto"),
+        ({"attention": "fast"}, "There is no attention 'fast': choose one of plain"),
         (
             {"guided": False, "guidance_axis": "half"},
             "Without guidance there are no halves of it for the axis 'half': leave out",
