@@ -38,8 +38,11 @@ class Piece:
         return sum(exchange.bytes for exchange in self.exchanges)
 
     @property
-    def hidden(self) -> float:
-        """The share of the exchanged bytes for which the chip need not wait, from 0 to 1."""
+    def asynchronous(self) -> float:
+        """The share of the exchanged bytes that asynchronous instructions move, from 0 to 1.
+
+        Only what is computed between their start and their done hides them.
+        """
         if not self.exchanged:
             return 1.0
         return sum(each.bytes for each in self.exchanges if each.is_async) / self.exchanged

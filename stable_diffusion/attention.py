@@ -47,8 +47,8 @@ def block_sizes(tokens: int, limit: int) -> tuple[int, int]:
     """How many queries and how many keys the kernel has on the chip at a time.
 
     Both are multiples of 128, and one divides the other. Keys and values are read again for each
-    block of queries, so both are as large as the memory for their scores allows, which is about
-    ``limit`` queries with twice as many keys. Tokens are spread evenly over the blocks, so that
+    block of queries, so blocks are large: up to about ``limit`` queries with twice as many keys,
+    for which every chip from v4 on has room. Tokens are spread evenly over the blocks, so that
     little has to be added to fill up the last one.
     """
     blocks = math.ceil(tokens / (2 * limit))
@@ -104,7 +104,8 @@ def flash_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arra
 def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """``flash_kernel`` where pixels look at pixels, and ``plain`` where they look at a text.
 
-    A text has few tokens, so its scores are small.
+    A text has few tokens, so its scores are small. On several devices it has to be inside of
+    ``jax.shard_map``, because the compiler cannot split a kernel.
     """
     if query.shape[1] != key.shape[1]:
         return plain(query, key, value)

@@ -20,10 +20,11 @@ LAYERS = {
     # vector for an image; and keys and values of the text, which are computed once for all steps.
     # There is hardly any time to win in any of these.
     "all": r"(?!conv_in|conv_out|.*time_emb|.*add_emb|.*attn2\.to_[kv])",
-    # Those that the TPU compiler expects to gain. To round a number takes time as well, which is
-    # won back where the number is then multiplied by many: by the columns of to_q, to_k and to_v
-    # together; of the feed-forward part's first layer, which has eight outputs for each input; or
-    # of a convolution, once for each neighbour.
+    # Those in which a rounded number is then multiplied by many, which wins back the time to round
+    # it: by the columns of to_q, to_k and to_v together; of the feed-forward part's first layer,
+    # which has eight outputs for each input; or of a convolution, once for each neighbour. By the
+    # cycles that the TPU compiler expects (benchmarks/int8.json), XL gains at 1,280 channels, and
+    # hardly at fewer.
     "gaining": r".*(attn1\.to_[qkv]|ff\.net\.0\.proj|conv[12]|samplers\.0\.conv)\.",
 }
 LARGEST = 127  # -128 has no opposite

@@ -406,4 +406,4 @@ def test_recorded_weights_move_beside_the_arithmetic_and_data_parallel_chips_exc
     assert splits["data"].transformer.exchanges == ()
     schedule = splits["fully sharded"].transformer.report.schedule
     assert schedule.beside_exchange > 0.9 * schedule.flops
-    assert splits["fully sharded"].transformer.hidden > 0.8
+    assert splits["fully sharded"].transformer.asynchronous > 0.8

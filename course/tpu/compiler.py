@@ -299,6 +299,10 @@ def ask_compiler(
     # `pmap` splits the first axis of every argument; its functions have no `trace`.
     unread = _unread_bytes(shapes, read_arguments(lowered), pmapped=not hasattr(function, "trace"))
     moved = said["arguments"] + said["output"]
+    if " while(" not in said["text"]:
+        # Of a table that is looked up, only some rows are accessed. With a loop, whose body counts
+        # once, the count of accessed bytes says nothing about that.
+        moved = min(moved, int(said["bytes_accessed"]))
     return dataclasses.replace(
         report,
         memory=Memory(
@@ -310,8 +314,7 @@ def ask_compiler(
         work=Work(
             flops=said["flops"],
             bytes_accessed=said["bytes_accessed"],
-            # Of a table that is looked up, only some rows are accessed.
-            least_bytes=min(moved, int(said["bytes_accessed"])),
+            least_bytes=moved,
         ),
         collectives=tuple(Collective(**collective) for collective in said["collectives"]),
         note=said["note"],

@@ -19,9 +19,10 @@ def kernel_bytes(function: Callable, *arguments) -> int:
     fetched again, and a kernel's ``cost_estimate`` need not tell. This follows from the kernel's
     definition; nothing is measured.
 
-    Where a block reaches beyond its array, it counts whole. Blocks whose index map reads scalars
-    that only a run knows count at each place of the grid, which is too much. What a kernel fetches
-    by itself, without a block, counts as read once, which can be too little.
+    Numbers count, and not what fills up tiles: of an array whose last axis has 64 numbers, a chip
+    moves twice as much. Where a block reaches beyond its array, it counts whole. Blocks whose index
+    map reads scalars that only a run knows count at each place of the grid, which is too much. What
+    a kernel fetches by itself, without a block, counts as read once, which can be too little.
 
     Parameters
     ----------
