@@ -72,7 +72,7 @@ nitpick_ignore_regex = [
     (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|tree|sequence.*|str or None"),
     (r"py:(class|obj)", r"FlaxStableDiffusion.*|(pathlib\.)?Path"),
     (r"py:(class|obj)", r"(collections\.abc|contextlib|diffusers|PIL|numpy\.typing)\..*"),
-    (r"py:(class|obj)", r"(jax\.stages|jax\._src\.stages)\..*"),
+    (r"py:(class|obj)", r"(jax\.stages|jax\._src\.stages|jax\._src\.mesh)\..*"),
 ]
 
 # The chapters come executed; nothing is executed here.
@@ -94,6 +94,7 @@ napoleon_google_docstring = False
 napoleon_preprocess_types = True
 # What docstrings call by a short name.
 napoleon_type_aliases = {
+    "Condition": "~stable_diffusion.unet.Condition",
     "Config": "~stable_diffusion.configs.Config",
     "ScheduleConfig": "~stable_diffusion.configs.ScheduleConfig",
     "Tokenizer": "~stable_diffusion.tokenizer.Tokenizer",

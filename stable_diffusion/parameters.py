@@ -90,7 +90,7 @@ def shardings(
     ----------
     config : Config
     mesh : jax.sharding.Mesh
-    rules : mapping
+    rules : dict
         For a logical name an axis of the mesh, such as ``TENSOR_PARALLEL``.
 
     Returns
