@@ -64,7 +64,9 @@ def _bytes_of(equation: JaxprEqn) -> int:
         for side in block.block_shape:
             # A side that the kernel does not see is 1 long.
             numbers *= getattr(side, "block_size", side if isinstance(side, int) else 1)
-        total += _fetches(block, mapping) * numbers * block.array_aval.dtype.itemsize
+        # In JAX 0.7 and 0.8 the array's type is called array_shape_dtype.
+        array = getattr(block, "array_aval", None) or block.array_shape_dtype
+        total += _fetches(block, mapping) * numbers * array.dtype.itemsize
     return total
 
 
