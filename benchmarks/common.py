@@ -37,6 +37,15 @@ def origin(*packages: str) -> dict:
     return {"date": date, "versions": versions(*packages)}
 
 
+def name_of(question: dict) -> str:
+    """What a question is called in the list of what is left.
+
+    >>> name_of({"model": "sd", "batch": 4})
+    'model sd, batch 4'
+    """
+    return ", ".join(f"{key} {value}" for key, value in question.items())
+
+
 def machine() -> dict:
     """This machine's processor, as Linux calls it or by its architecture, and its cores."""
     name = platform.machine()

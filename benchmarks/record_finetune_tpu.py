@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from benchmarks.common import FOLDER, make_parser, read_json, work_through, write_json
+from benchmarks.common import FOLDER, make_parser, name_of, read_json, work_through, write_json
 from course import finetune
 from course.tpu import Report, ask_compiler, tpu_devices
 from course.tpu.model import array, load_config
@@ -67,8 +67,7 @@ def find_left() -> dict[str, Callable[[], None]]:
     left = {}
     for question in QUESTIONS:
         if question not in known:
-            name = ", ".join(f"{key} {value}" for key, value in question.items())
-            left[name] = functools.partial(record, question)
+            left[name_of(question)] = functools.partial(record, question)
     return left
 
 

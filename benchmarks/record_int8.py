@@ -12,7 +12,6 @@ pictures`` leaves it out.
 """
 
 import functools
-import math
 import re
 import sys
 import time
@@ -25,13 +24,24 @@ from jax.experimental.pallas import tpu
 from jax.extend.core import JaxprEqn
 
 from benchmarks import record_steps
-from benchmarks.common import FOLDER, make_parser, origin, read_json, work_through, write_json
+from benchmarks.common import (
+    FOLDER,
+    make_parser,
+    name_of,
+    origin,
+    read_json,
+    work_through,
+    write_json,
+)
 from course.tpu import Program, tpu_devices
 from course.tpu.equations import equations_of
 from course.tpu.model import array, load_config, take_step, take_transformer, transformer_name
+from course.tpu.products import read_product
 from course.tpu.programs import DECODER, ENCODERS, STEP, Piece, tree_bytes
 from course.tpu.records import recorded_report
+from course.tpu.schedule import called_by, read_computations, rounds_of
 from stable_diffusion import layers
+from stable_diffusion.parameters import declared_shapes
 from stable_diffusion.quantize import quantize, quantize_weight
 
 TARGET = FOLDER / "int8.json"
@@ -106,10 +116,10 @@ def count_operations(model: str, weights: str) -> dict:
     piece = with_weights(take_step(Program(model, attention="plain")), weights)
     counts = Counter()
     for equation, runs in equations_of(piece.function, *piece.arguments):
-        kind = kind_of(equation)
-        if kind:
+        product = read_product(equation)
+        if product:
             dtype = str(equation.invars[0].aval.dtype)
-            counts[kind, dtype] += runs * operations(equation)
+            counts[kind_of(equation), dtype] += runs * product.flops
     rows = [
         {"kind": kind, "dtype": dtype, "operations": count}
         for (kind, dtype), count in sorted(counts.items())
@@ -138,26 +148,12 @@ def find_bound(model: str, weights: str, chip: str) -> dict:
     }
 
 
-def kind_of(equation: JaxprEqn) -> str | None:
-    """The kind of product that an operation is, or None."""
-    if equation.primitive.name not in ("conv_general_dilated", "dot_general"):
-        return None
+def kind_of(equation: JaxprEqn) -> str:
+    """The kind of product that an operation is."""
     if "convolution" in str(equation.source_info.name_stack):  # also one written as a product
         return "convolutions"
     _, (batch, _) = equation.params["dimension_numbers"]
     return "attention" if batch else "linear layers"
-
-
-def operations(equation: JaxprEqn) -> int:
-    """How many operations a product is, those with the zeros around an image as well."""
-    left, right = (variable.aval.shape for variable in equation.invars)
-    (result,) = equation.outvars
-    numbers = equation.params["dimension_numbers"]
-    if equation.primitive.name == "dot_general":
-        (summed, _), _ = numbers
-        return 2 * result.aval.size * math.prod(left[axis] for axis in summed)
-    outputs = right[numbers.rhs_spec[0]]
-    return 2 * result.aval.size * math.prod(right) // outputs
 
 
 def take_residual(channels: int) -> Piece:
@@ -171,7 +167,7 @@ def take_residual(channels: int) -> Piece:
         return layers.residual(p, "it", x, groups, config.norm_eps, time)
 
     declared = layers.within("it", layers.residual_parameters(channels, channels, time))
-    p = {name: array(*each.shape, dtype="bfloat16") for name, each in declared.items()}
+    p = declared_shapes(declared, "bfloat16")
     x = array(2, side, side, channels, dtype="bfloat16")
     return Piece(run, (p, x, array(1, time, dtype="bfloat16")))
 
@@ -222,36 +218,32 @@ def count_cycles(text: str) -> dict[str, int]:
 
     They are those of instructions with "products", and of all "others".
     """
-    bodies = {}  # the lines of each computation
-    for line in text.splitlines():
-        start = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
-        if start:
-            current = bodies.setdefault("ENTRY" if start[1] else start[2], [])
-        elif bodies:
-            current.append(line)
+    computations = read_computations(text)
+    *_, entry = computations
 
     @functools.cache
     def has_product(name: str) -> bool:
-        body = "\n".join(bodies[name])
-        called = re.findall(r"calls=%([\w.\-]+)", body)
-        return " convolution(" in body or any(map(has_product, called))
+        lines = computations[name]
+        return any(" convolution(" in line or multiplies(line) for line in lines)
+
+    def multiplies(line: str) -> bool:
+        """Whether what an instruction calls has a product in it."""
+        return any(map(has_product, called_by(line)))
 
     def count(name: str) -> Counter:
         total = Counter(products=0, others=0)
-        for line in bodies[name]:
+        for line in computations[name]:
             cycles = re.search(r'"estimated_cycles":"(\d+)"', line)
-            called = re.search(r"calls=%([\w.\-]+)", line)
-            loop = re.search(r" while\(.*condition=%([\w.\-]+), body=%([\w.\-]+)", line)
             if cycles:
-                is_product = " convolution(" in line or (called and has_product(called[1]))
+                is_product = " convolution(" in line or multiplies(line)
                 total["products" if is_product else "others"] += int(cycles[1])
-            if loop:  # it runs while a counter is below this constant
-                (runs,) = re.findall(r" constant\((\d+)\)", "\n".join(bodies[loop[1]]))
-                for kind, number in count(loop[2]).items():
-                    total[kind] += int(runs) * number
+            loop = re.search(r" while\(.*body=%([\w.-]+)", line)
+            if loop:
+                for kind, number in count(loop[1]).items():
+                    total[kind] += rounds_of(line, computations) * number
         return total
 
-    return dict(count("ENTRY"))
+    return dict(count(entry))
 
 
 def find_questions() -> list[tuple[str, dict, Callable[..., dict]]]:
@@ -293,8 +285,7 @@ def find_left() -> dict[str, Callable[[], None]]:
     left = {}
     for kind, asked, answer in find_questions():
         if not any(asked.items() <= row.items() for row in content.get(kind, [])):
-            name = ", ".join([kind, *(f"{key} {value}" for key, value in asked.items())])
-            left[name] = functools.partial(record, kind, asked, answer)
+            left[f"{kind}, {name_of(asked)}"] = functools.partial(record, kind, asked, answer)
     return left
 
 

@@ -79,7 +79,8 @@ def place_step(way: Way) -> tuple:
     side = config.unet.sample_size
     pixels = config.pixels_per_latent * side
     params = parameter_shapes(config, jnp.bfloat16)
-    ids = jax.ShapeDtypeStruct((way.images, len(config.text), 77), jnp.int32)
+    tokens = config.text[0].max_position_embeddings
+    ids = jax.ShapeDtypeStruct((way.images, len(config.text), tokens), jnp.int32)
     encode = functools.partial(encode_condition, config=config, height=pixels, width=pixels)
     condition = jax.eval_shape(lambda p, ids: encode(p, ids=ids, negative_ids=ids), params, ids)
 
@@ -120,7 +121,9 @@ def place_block(way: Way) -> tuple:
     heads = "model" if "model" in way.mesh else None
     size = block.channels // block.heads
     x = array((texts, rows, rows, block.channels), *way.latents)
-    word = array((block.depth, texts, 77, block.heads, size), None, way.latents[0], None, heads)
+    tokens = config.text[0].max_position_embeddings
+    shape = (block.depth, texts, tokens, block.heads, size)
+    word = array(shape, None, way.latents[0], None, heads)
     params = {}
     shapes = parameter_shapes(config, jnp.bfloat16)["unet"]
     for name, sharding in shardings(config, mesh, way.rules)["unet"].items():

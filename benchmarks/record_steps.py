@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import stable_diffusion
-from benchmarks.common import FOLDER, make_parser, origin, read_json, work_through, write_json
+from benchmarks.common import (
+    FOLDER,
+    make_parser,
+    name_of,
+    origin,
+    read_json,
+    work_through,
+    write_json,
+)
 from helpers import find_data
 from shapes import judge, scenes
 from stable_diffusion import Config
@@ -142,8 +150,7 @@ def find_left() -> dict[str, Callable[[], None]]:
     left = {}
     for setting in settings():
         if not any(setting.items() <= row.items() for row in rows):
-            name = ", ".join(f"{key} {value}" for key, value in setting.items())
-            left[name] = functools.partial(record, setting)
+            left[name_of(setting)] = functools.partial(record, setting)
     return left
 
 

@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -107,15 +107,16 @@ def draw_timeline(
     for event in shown:
         busy[event.row] += event.duration
     rows = [row for row, _ in busy.most_common(3)]
+    spans = defaultdict(list)  # by part and row, where they start and how long they are
+    for event in shown:
+        spans[find_part(event.origin, parts), event.row].append(
+            (event.start - start, event.duration)
+        )
     for number, name in enumerate([*dict.fromkeys(parts.values()), "others"]):
         for place, row in enumerate(rows):
-            spans = [
-                (event.start - start, event.duration)
-                for event in shown
-                if event.row == row and find_part(event.origin, parts) == name
-            ]
-            label = name if place == 0 and spans else None
-            axes.broken_barh(spans, (place - 0.4, 0.8), color=f"C{number}", label=label)
+            bars = spans[name, row]
+            label = name if place == 0 and bars else None
+            axes.broken_barh(bars, (place - 0.4, 0.8), color=f"C{number}", label=label)
     axes.set_yticks(range(len(rows)), [f"thread {place + 1}" for place in range(len(rows))])
     axes.set_xlabel("milliseconds")
     axes.legend(ncols=6, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stable_diffusion.configs import Config
+from stable_diffusion.parameters import check_parameters
 from stable_diffusion.pipeline import generate
 from stable_diffusion.samplers import mix_noise, sample
 from stable_diffusion.vae import encode
@@ -93,6 +94,7 @@ def image_to_image(
     ValueError
         If the sampler is PNDM, which cannot start in the middle, or as of ``generate``.
     """
+    check_parameters(params, config)
     image, _ = encode(params["vae"], config.vae, images)
 
     def start_late(model: Callable, schedule: Any, noise: jax.Array, steps: jax.Array) -> jax.Array:
@@ -141,6 +143,7 @@ def inpaint(
     ValueError
         As of ``image_to_image``.
     """
+    check_parameters(params, config)
     image, _ = encode(params["vae"], config.vae, images)
     size = config.pixels_per_latent
     draws = mask[::size, ::size, None] > 0.5  # for each latent, (height / 8, width / 8, 1)

@@ -56,12 +56,17 @@ def parameter_shapes(
     config: Config, dtype: Any = jnp.float32
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
     """Shapes of all parameters, for each part by name."""
-    found = {}
-    for part, parameters in model_parameters(config).items():
-        found[part] = {}
-        for name, parameter in parameters.items():
-            found[part][name] = jax.ShapeDtypeStruct(parameter.shape, dtype)
-    return found
+    declared = model_parameters(config)
+    return {part: declared_shapes(parameters, dtype) for part, parameters in declared.items()}
+
+
+def declared_shapes(
+    parameters: Mapping[str, Parameter], dtype: Any = jnp.float32
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of declared parameters, such as those of one part or one layer, by name."""
+    return {
+        name: jax.ShapeDtypeStruct(parameter.shape, dtype) for name, parameter in parameters.items()
+    }
 
 
 def check_parameters(params: dict, config: Config) -> None:

@@ -67,10 +67,11 @@ def unstack_layers(values: dict[str, Any]) -> dict[str, Any]:
     """
     found = {}
     for name, value in values.items():
-        names = names_in_files(name, value.shape)
         if "*" not in name:
             found[name] = value
-        elif isinstance(value, jax.ShapeDtypeStruct):
+            continue
+        names = names_in_files(name, value.shape)
+        if isinstance(value, jax.ShapeDtypeStruct):
             found |= dict.fromkeys(names, value.update(shape=value.shape[1:]))
         else:
             found |= dict(zip(names, value, strict=True))

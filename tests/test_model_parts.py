@@ -15,6 +15,7 @@ from transformers import CLIPTokenizerFast
 import stable_diffusion
 from helpers import bundled_checkpoint
 from stable_diffusion import configs, samplers, text, unet, vae
+from stable_diffusion.parameters import declared_shapes
 from stable_diffusion.tokenizer import Tokenizer, read_tokenizer
 from stable_diffusion.weights import (
     read_part,
@@ -82,12 +83,8 @@ def test_the_recorded_unets_have_as_many_numbers_as_those_on_the_hub(names):
 
 def make_up(parameters):
     """Numbers for declared parameters, which the reference makes up by their names in files."""
-    shapes = {
-        name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32)
-        for name, parameter in parameters.items()
-    }
     numbers = {}
-    for name, shape in unstack_layers(shapes).items():
+    for name, shape in unstack_layers(declared_shapes(parameters)).items():
         shape_in_pytorch = to_channels_first(name, np.broadcast_to(0, shape.shape)).shape
         numbers[name] = to_channels_last(name, common.made_up(name, shape_in_pytorch))
     return stack_layers(numbers)

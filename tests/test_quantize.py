@@ -208,10 +208,16 @@ PROGRAM = """\
   %x.1 = s8[8,8]{1,0} parameter(0)
   %y = bf16[8,8]{1,0} parameter(1)
   %z = s32[8,8]{1,0} convolution(%x.1, %x.1), dim_labels=bf_io->bf, "estimated_cycles":"5"
+  %i = s32[] get-tuple-element(%a), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %t = (s32[], s32[8,8]{1,0}) tuple(%next, %z)
 }
 
 %condition.1 (a: s8[8]) -> pred[] {
+  %i.2 = s32[] get-tuple-element(%a), index=0
   %n = s32[] constant(3)
+  ROOT %less = pred[] compare(%i.2, %n), direction=LT
 }
 
 %fused.1 (a: s8[8]) -> s8[8] {

@@ -28,6 +28,7 @@ from stable_diffusion import (
     read_config,
 )
 from stable_diffusion.layers import within
+from stable_diffusion.parameters import declared_shapes
 from stable_diffusion.samplers import SAMPLERS
 from stable_diffusion.unet import Block, Condition, transformer, transformer_parameters
 from stable_diffusion.vae import decode
@@ -175,10 +176,7 @@ def take_transformer(program: Program, channels: int) -> Piece:
         return transformer(p, config.unet, block, x, Condition(words), attention)
 
     declared = within("it", transformer_parameters(config.unet, block))
-    params = {
-        name: array(*parameter.shape, dtype=program.dtype) for name, parameter in declared.items()
-    }
-    return Piece(run, (params, x, words))
+    return Piece(run, (declared_shapes(declared, program.dtype), x, words))
 
 
 def transformer_name(channels: int) -> str:

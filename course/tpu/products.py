@@ -86,7 +86,7 @@ def find_products(function: Callable, *arguments) -> dict[Product, int]:
     """
     found = Counter()
     for equation, count in equations_of(function, *arguments):
-        product = _read_equation(equation)
+        product = read_product(equation)
         if product:
             found[product] += count
     return dict(found)
@@ -110,21 +110,22 @@ def repeated_flops(function: Callable, *arguments) -> int:
     """
     total = 0
     for equation, count in equations_of(function, *arguments, kernels=False):
-        product = _read_equation(equation)
+        product = read_product(equation)
         if product:
             total += (count - 1) * product.flops
     return total
 
 
-def _read_equation(equation: JaxprEqn) -> Product | None:
+def read_product(equation: JaxprEqn) -> Product | None:
+    """The products that an operation of `equations_of` is; None if it is none."""
     if equation.primitive.name == "dot_general":
-        return _read_product(equation)
+        return _read_dot(equation)
     if equation.primitive.name == "conv_general_dilated":
         return _read_convolution(equation)
     return None
 
 
-def _read_product(equation: JaxprEqn) -> Product:
+def _read_dot(equation: JaxprEqn) -> Product:
     left, right = (operand.aval.shape for operand in equation.invars)
     (left_summed, right_summed), (left_batch, right_batch) = equation.params["dimension_numbers"]
     rows = 1

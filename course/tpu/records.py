@@ -92,8 +92,8 @@ def recorded_times(program: Program) -> Times | None:
 def ask_or_recall(function: Callable, *arguments, chip: str = "v5e") -> Report:
     """Ask the compiler about a function; where it cannot be asked, recall a recorded answer.
 
-    In ``benchmarks/questions.json`` are the answers to the questions of chapter 8. The report has
-    the text of the compiled program.
+    In ``benchmarks/questions.json`` are the answers to the questions of chapters 8 and 12. The
+    report has the text of the compiled program.
 
     Parameters
     ----------
