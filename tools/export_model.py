@@ -14,8 +14,8 @@ import onnx
 from jax2onnx import to_onnx
 
 import stable_diffusion
-from stable_diffusion.pipeline import encode_prompts
-from stable_diffusion.unet import project_text, unet
+from stable_diffusion.pipeline import denoise_step, encode_prompts
+from stable_diffusion.unet import project_text
 from stable_diffusion.vae import decode
 
 SMALL = 1024  # arrays with fewer numbers stay float32
@@ -54,9 +54,7 @@ def main() -> None:
     def denoiser(latents, timestep, context, guidance):
         """The guided prediction (1, side, side, channels); timestep and guidance are (1,)."""
         condition = project_text(params["unet"], config.unet, context)
-        both = jnp.tile(latents, (2, 1, 1, 1))
-        unconditional, conditional = unet(params["unet"], config.unet, both, timestep, condition)
-        return (unconditional + guidance * (conditional - unconditional))[None]
+        return denoise_step(params, config, latents, timestep, condition, guidance)
 
     def decoder(latents):
         """Images (1, height, width, 3) of latents."""
