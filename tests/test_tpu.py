@@ -380,6 +380,14 @@ def test_chapter_8_runs_where_the_compiler_is_missing(monkeypatch, capsys):
         pipelines.ask_or_recall(Program("shapes-sd", batch=7))
 
 
+def test_a_programs_text_names_no_file_of_the_machine_that_compiled_it():
+    instruction = '  ROOT %y = f32[8] negate(%x), metadata={op_name="neg"}'
+    tables = 'FileNames\n1 "/made/up/chapter.py"\n\nStackFrames\n1 {parent_frame_id=1}\n\n\n'
+    text = f'HloModule it\n\n{tables}ENTRY %main {{\n{instruction}, backend_config={{"a":1}}\n}}\n'
+    expected = f"HloModule it\n\nENTRY %main {{\n{instruction}\n}}\n"
+    assert worker.without_notes(text) == expected
+
+
 @pytest.mark.usefixtures("asked_anew")
 def test_chapter_12_shows_recorded_answers_where_the_compiler_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")

@@ -67,11 +67,21 @@ def compile_question(folder: Path) -> dict:
         "collectives": [dataclasses.asdict(collective) for collective in read_collectives(text)],
         "schedule": dataclasses.asdict(read_schedule(text)),
         "copies": [dataclasses.asdict(copy) for copy in read_copies(text)],
-        # What the compiler notes for itself is the larger part of the text.
-        "text": re.sub(r", backend_config=.*", "", text),
+        "text": without_notes(text),
         "note": note,
         "seconds": seconds,
     }
+
+
+def without_notes(text: str) -> str:
+    """A compiled program's text without what the compiler notes for itself, the larger part of it.
+
+    That is the ``backend_config`` of instructions, and the tables of the files, functions and lines
+    that they come from, which have paths of the machine that asked.
+    """
+    text = re.sub(r", backend_config=.*", "", text)
+    tables = "FileNames|FunctionNames|FileLocations|StackFrames"
+    return re.sub(rf"^(?:{tables})\n(?:.+\n)*\n*", "", text, flags=re.M)
 
 
 def read_temporaries(dump: Path) -> int | None:
