@@ -1,10 +1,9 @@
 """Record what chips hold, compute and exchange in a step of Stable Diffusion XL, by its sharding.
 
-The TPU compiler answers for eight v5e chips, from shapes alone, at 1024 × 1024 pixels in bfloat16:
-for a transformer of the UNet's lowest level, with all of its layers, and for one whole step of
-denoising, each with the work split in different ways. A transformer takes a minute on two cores, a
-step ten. It goes into ``benchmarks/shardings.json``, which chapter 9 shows. What is recorded is
-left out: delete the file to ask anew.
+The TPU compiler answers for eight v5e chips, from shapes alone, at 1024 × 1024 pixels in bfloat16,
+for one whole step of denoising, with the work split in different ways. Each takes two to five
+minutes on two cores. It goes into ``benchmarks/shardings.json``, which chapter 9 shows. What is
+recorded is left out: delete the file to ask anew.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ from stable_diffusion import (
     parameter_shapes,
     shardings,
 )
-from stable_diffusion.unet import Condition, blocks, transformer
+from stable_diffusion.unet import Condition
 
 TARGET = FOLDER / "shardings.json"
 MODEL = "sdxl"
@@ -106,37 +105,6 @@ def place_step(way: Way) -> tuple:
     return mesh, function, (params, place(latents, where(*way.latents)), number, condition, number)
 
 
-def place_block(way: Way) -> tuple:
-    """A mesh, the first transformer of the UNet's lowest level, and its arguments, placed."""
-    mesh = make_mesh(way)
-    config = load_config(MODEL)
-    block = max(blocks(config.unet), key=lambda block: block.depth)
-    level = config.unet.block_out_channels.index(block.channels)
-    rows = config.unet.sample_size // 2**level
-    texts = 2 * way.images  # without the prompts, and with them
-
-    def array(shape: tuple, *spec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
-
-    heads = "model" if "model" in way.mesh else None
-    size = block.channels // block.heads
-    x = array((texts, rows, rows, block.channels), *way.latents)
-    tokens = config.text[0].max_position_embeddings
-    shape = (block.depth, texts, tokens, block.heads, size)
-    word = array(shape, None, way.latents[0], None, heads)
-    params = {}
-    shapes = parameter_shapes(config, jnp.bfloat16)["unet"]
-    for name, sharding in shardings(config, mesh, way.rules)["unet"].items():
-        if name.startswith(f"{block.name}."):
-            params[name] = shapes[name].update(sharding=sharding)
-
-    def run(p, x, word):
-        condition = Condition({block.name: (word, word)})
-        return transformer(p, config.unet, block, x, condition, "plain")
-
-    return mesh, jax.jit(run, out_shardings=x.sharding), (params, x, word)
-
-
 def count_parameters(way: Way) -> int:
     """Bytes of the UNet's parameters on each chip."""
     config = load_config(MODEL)
@@ -145,9 +113,6 @@ def count_parameters(way: Way) -> int:
     for name, shape in parameter_shapes(config, jnp.bfloat16)["unet"].items():
         total += math.prod(placed[name].shard_shape(shape.shape)) * shape.dtype.itemsize
     return total
-
-
-PIECES = {"transformer": place_block, "step": place_step}
 
 
 def add_up(collectives: Iterable[Collective]) -> list[dict]:
@@ -165,31 +130,29 @@ def add_up(collectives: Iterable[Collective]) -> list[dict]:
     return [dataclasses.asdict(exchange) for exchange in found.values()]
 
 
-def record(name: str, piece: str) -> None:
-    """Ask about a piece, split in one way, and write down the answer."""
+def record(name: str) -> None:
+    """Ask about a step, split in one way, and write down the answer."""
     way = WAYS[name]
-    mesh, function, arguments = PIECES[piece](way)
+    mesh, function, arguments = place_step(way)
     with jax.set_mesh(mesh):
         report = ask_compiler(function, *arguments, chip=CHIP)
     exchanges = add_up(report.collectives)
     report = dataclasses.replace(report, collectives=(), copies=None, text="")
     found = read_json(TARGET, {})  # read again: another recorder may have written to it
-    answer = found.setdefault(
-        name, {"mesh": way.mesh, "images": way.images, "parameters": count_parameters(way)}
-    )
-    answer[piece] = {"report": dataclasses.asdict(report), "exchanges": exchanges}
+    found[name] = {
+        "mesh": way.mesh,
+        "images": way.images,
+        "parameters": count_parameters(way),
+        "report": dataclasses.asdict(report),
+        "exchanges": exchanges,
+    }
     write_json(TARGET, found)
 
 
 def find_left() -> dict:
-    """The pieces that are not recorded yet, and what records each."""
+    """The ways that are not recorded yet, and what records each."""
     recorded = read_json(TARGET, {})
-    left = {}
-    for piece in PIECES:
-        for name in WAYS:
-            if piece not in recorded.get(name, {}):
-                left[f"{piece}, {name}"] = functools.partial(record, name, piece)
-    return left
+    return {name: functools.partial(record, name) for name in WAYS if name not in recorded}
 
 
 def main() -> int:

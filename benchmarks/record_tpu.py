@@ -86,8 +86,9 @@ def model_pieces() -> list[tuple[Program, str]]:
         return Program("sd", steps=steps, attention=attention)
 
     found = [(xl("plain"), piece) for piece in (STEP, DECODER, ENCODERS)]
-    twelve = dataclasses.replace(xl("plain"), batch=12, decode_batch=1)
-    found.append((twelve, WHOLE))
+    for chip, batch in (("v5e", 12), ("v5e", 16), ("v6e", 36)):
+        many = dataclasses.replace(xl("plain", chip=chip), batch=batch, decode_batch=1)
+        found.append((many, WHOLE))
     for attention in ("plain", "dot_product", "flash"):
         for channels in (640, 1280):
             found.append((xl(attention), model.transformer_name(channels)))

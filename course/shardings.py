@@ -26,9 +26,12 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A part of the model on several chips, as the TPU compiler sees it on each."""
+class Split:
+    """One way to split the work of a step, and what the TPU compiler says of it on each chip."""
 
+    mesh: dict[str, int]  #: the axes of the mesh, and how many chips each has
+    images: int  #: drawn at a time by all chips together
+    parameters: int  #: bytes of the UNet's on each chip
     report: Report
     exchanges: tuple[Exchange, ...]
 
@@ -56,22 +59,6 @@ class Piece:
         return ", ".join(f"{number} {kind}" for kind, number in runs.items()) or "none"
 
 
-@dataclass(frozen=True)
-class Split:
-    """One way to split the work."""
-
-    mesh: dict[str, int]  #: the axes of the mesh, and how many chips each has
-    images: int  #: drawn at a time by all chips together
-    parameters: int  #: bytes of the UNet's on each chip
-    transformer: Piece  #: one of the UNet's lowest level, with all of its layers
-    step: Piece | None  #: a whole step of denoising; None if nobody asked
-
-
-def read_piece(content: dict) -> Piece:
-    exchanges = tuple(Exchange(**exchange) for exchange in content["exchanges"])
-    return Piece(read_report(content["report"]), exchanges)
-
-
 @functools.cache
 def recorded_splits() -> dict[str, Split]:
     """The recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
@@ -82,7 +69,7 @@ def recorded_splits() -> dict[str, Split]:
             mesh=split["mesh"],
             images=split["images"],
             parameters=split["parameters"],
-            transformer=read_piece(split["transformer"]),
-            step=read_piece(split["step"]) if "step" in split else None,
+            report=read_report(split["report"]),
+            exchanges=tuple(Exchange(**exchange) for exchange in split["exchanges"]),
         )
     return found
