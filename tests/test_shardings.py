@@ -401,9 +401,9 @@ def test_the_recorded_chips_share_the_work_of_their_images(splits):
     alone = flops_of_an_image("data")
     assert flops_of_an_image("fully sharded") == pytest.approx(alone, rel=0.05)
     # Rows at the edge of a chip's share are needed by its neighbour, too.
-    assert alone < flops_of_an_image("sequence") < 1.2 * alone
+    assert alone < flops_of_an_image("sequence") < 1.1 * alone
     # Only transformers are split by heads: both chips compute every convolution.
-    assert alone < flops_of_an_image("tensor") < 1.5 * alone
+    assert alone < flops_of_an_image("tensor") < 1.4 * alone
 
 
 def test_recorded_weights_move_beside_the_arithmetic_and_data_parallel_chips_exchange_nothing(
