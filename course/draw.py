@@ -543,10 +543,12 @@ def draw_missing(options: argparse.Namespace) -> None:
     start_ray(options.address, cpus, options.patience)
     try:
         plan = plan_actors(options.actors, options.chips)
+        batches = -(-len(missing) // settings.batch)
+        plan["actors"] = min(plan["actors"], batches)
         for _ in draw_rows(missing, settings, write, **plan).iter_batches(batch_size=None):
             pass
     except Exception as error:
-        left = len(find_missing(folder, options.format, missing, settings))
+        left = len(find_missing(folder, options.format, rows, settings))
         raise RuntimeError(
             f"{explain(error)}\n{len(missing) - left} images were drawn, and {left} are missing: "
             "start the same again for these."
@@ -554,7 +556,7 @@ def draw_missing(options: argparse.Namespace) -> None:
     finally:
         if not was_running:
             ray.shutdown()
-    left = len(find_missing(folder, options.format, missing, settings))
+    left = len(find_missing(folder, options.format, rows, settings))
     if left:
         raise RuntimeError(
             f"{left} images are not in {folder}: they may lie on the disks of other machines, so "

@@ -25,6 +25,7 @@ LINES = [
     "a red heart 🚀",
     "a large " + "red " * 123,  # 500 letters
     "a large black cross on a white background",
+    "a large green ring on a white background",
 ]
 DRAWN = [number for number, line in enumerate(LINES) if line]
 
@@ -58,7 +59,7 @@ def read_png(content) -> tuple[np.ndarray, dict]:
 def by_one(ray, prompts, tmp_path_factory):
     """The folder that one actor has filled, whose batches are not full."""
     out = tmp_path_factory.mktemp("one")
-    draw.draw_missing(parse(prompts, out, "--actors", 1, "--batch", 4))
+    draw.draw_missing(parse(prompts, out, "--actors", 1, "--batch", 2))
     return out
 
 
@@ -82,10 +83,10 @@ def test_an_image_says_what_it_follows_from(by_one, checkpoint):
 
 def test_three_actors_draw_the_same_images_into_parquet(by_one, prompts, tmp_path, capsys):
     parquet = pytest.importorskip("pyarrow.parquet")
-    options = parse(prompts, tmp_path, "--actors", 3, "--batch", 4, "--format", "parquet")
+    options = parse(prompts, tmp_path, "--actors", 3, "--batch", 2, "--format", "parquet")
     draw.draw_missing(options)
     output = capsys.readouterr()
-    assert "6 prompts, of which 0 are drawn already" in output.out
+    assert "7 prompts, of which 0 are drawn already" in output.out
     assert "'画一颗红色的心': the bundled checkpoint never saw" in output.err
     assert "has 125 tokens, and 75 are read" in output.err
     rows = [row for file in tmp_path.iterdir() for row in parquet.read_table(file).to_pylist()]
@@ -96,7 +97,7 @@ def test_three_actors_draw_the_same_images_into_parquet(by_one, prompts, tmp_pat
         assert np.array_equal(pixels, other_pixels)
         assert texts == other_texts
     draw.draw_missing(options)
-    assert "6 prompts, of which 6 are drawn already" in capsys.readouterr().out
+    assert "7 prompts, of which 7 are drawn already" in capsys.readouterr().out
 
 
 def test_a_batch_too_large_for_memory_is_named_and_the_rest_stays(by_one, prompts, tmp_path):
