@@ -61,7 +61,7 @@ PRINTED = {
         r"\[[01]\] I am process [01] of 2\.$",
         r"\[0\] np\.asarray: RuntimeError Fetching value for `jax\.Array` that spans",
         r"\[0\] sum 22 - is a copy here\? True$",
-        r"\[0\] No second sum: ",
+        r"exit statuses \[-?\d+, -9\]$",
         r"48 images, and the first 24 are those of one actor\.$",
         r"48 prompts, of which 45 are drawn already$",
         r"3 images drawn$",
