@@ -73,7 +73,7 @@ class Draw:
         self.split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
         self.size = -(-settings.batch // mesh.size) * mesh.size  # what the devices can share
         self.params, self.config, self.tokenize = load_model(settings, everywhere)
-        self.generate = jax.jit(sd.generate, static_argnames=sd.STATIC)
+        self.draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
 
     def __call__(self, rows: Rows) -> Rows:
         start, count = time.time(), len(rows["number"])
@@ -84,7 +84,7 @@ class Draw:
         ids, keys = jax.device_put((ids, keys), self.split)
         options = (self.tokenize([""]), self.settings.steps, self.settings.guidance)
         with explaining_memory(self.size):
-            images = self.generate(self.params, self.config, ids, keys, *options)
+            images = self.draw(self.params, self.config, ids, keys, *options)
             images = np.asarray(images)[:count]
         self.write(rows | {"image": to_bytes(images)})
         worker = f"process {os.getpid()} on {socket.gethostname()}"
