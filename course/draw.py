@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -565,10 +565,10 @@ def draw_missing(options: argparse.Namespace) -> None:
     print(f"{len(missing)} images drawn", flush=True)
 
 
-def main() -> int:
-    """Draw what the command line says; the exit status."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw what the command line, or these arguments in its place, says; the exit status."""
     parser = make_parser()
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     for name in ("batch", "actors", "chips", "steps"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -168,9 +168,8 @@ def test_prompts_come_from_parquet_as_well(tmp_path):
             draw.read_prompts(tmp_path / "other.parquet")
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_once(prompts, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["draw", str(prompts), str(prompts / "out")])
-    assert draw.main() == 1
+def test_a_folder_that_cannot_be_written_is_refused_at_once(prompts, capsys):
+    assert draw.main([str(prompts), str(prompts / "out")]) == 1
     assert "Images cannot be written to" in capsys.readouterr().err
 
 
