@@ -512,9 +512,16 @@ def choose_settings(options: argparse.Namespace) -> tuple[Settings, Checkpoint]:
     checkpoint = options.checkpoint
     if Path(checkpoint).is_dir():  # the actors may be in another folder
         checkpoint = str(Path(checkpoint).absolute())
+    before = os.environ.get(CHECKPOINT_VARIABLE)
     os.environ[CHECKPOINT_VARIABLE] = checkpoint
-    with contextlib.redirect_stdout(io.StringIO()):
-        found = pick_checkpoint(options.model, safetensors=True)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = pick_checkpoint(options.model, safetensors=True)
+    finally:
+        if before is None:
+            del os.environ[CHECKPOINT_VARIABLE]
+        else:
+            os.environ[CHECKPOINT_VARIABLE] = before
     settings = Settings(
         checkpoint=checkpoint,
         model=options.model,
