@@ -98,7 +98,7 @@ LOCK := $(BIN)/python -m uv pip compile --quiet --generate-hashes --no-annotate 
 
 lock: .venv/installed  ## write the locks and environment.yml anew from pyproject.toml (ARGS=--upgrade for newer versions)
 	@$(LOCK) pyproject.toml --universal --python-version 3.11 \
-	--extra tpu --extra lab --extra docs --extra test --extra dev --output-file requirements.lock
+	--extra tpu --extra cluster --extra lab --extra docs --extra test --extra dev --output-file requirements.lock
 	@$(LOCK) locks/colab.in --python-version 3.13 --output-file locks/colab.lock
 	@$(LOCK) pyproject.toml locks/between.in --python-version 3.12 --output-file locks/between.lock
 	@$(LOCK) locks/newest.in --python-version 3.13 --output-file locks/newest.lock

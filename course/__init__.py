@@ -1,1 +1,1 @@
-"""What people start with ``python -m course.…``: the doctor, hosts, the TPU compiler, training."""
+"""What people start with ``python -m course.…``: the doctor, drawing, TPU questions, training."""

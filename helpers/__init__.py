@@ -12,7 +12,7 @@ _NAMES = {
     "inputs": ("create_key", "prepare_prompts", "split_keys"),
     "packages": ("quiet_warnings", "require_flax"),
     "places": ("find_data",),
-    "scripts": ("run_simulated",),
+    "scripts": ("run_simulated", "run_together"),
     "startup": ("start",),
     "timing": ("Timing", "count_compilations", "time_calls"),
 }

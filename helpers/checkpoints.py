@@ -223,11 +223,12 @@ def bundled_names() -> list[str]:
     return sorted(file.parents[1].name for file in files)
 
 
-def download(checkpoint: Checkpoint) -> Path:
+def download(checkpoint: Checkpoint, only: list[str] | None = None) -> Path:
     """The folder with a checkpoint's files, which come from the Hub if they are not here yet.
 
     Builds on ``huggingface_hub.snapshot_download``, which keeps what it downloads. Of several
-    kinds of weights in a repository this takes the full ones, as msgpack and safetensors.
+    kinds of weights in a repository this takes the full ones, as msgpack and safetensors. With
+    ``only``, it takes the files whose names match, such as ``["tokenizer/*"]``.
 
     Examples
     --------
@@ -239,7 +240,8 @@ def download(checkpoint: Checkpoint) -> Path:
     folder = snapshot_download(
         checkpoint.source,
         revision=checkpoint.revision,
-        allow_patterns=[
+        allow_patterns=only
+        or [
             "*.json",
             "*.txt",
             "*.msgpack",

@@ -65,7 +65,7 @@ def check_installed_versions() -> None:
         )
     if only_for_pipelines:
         print(
-            f"Chapters 2 to 10 do not run with {packages.list_versions(only_for_pipelines)}: for "
+            f"Chapters 2 to 9 do not run with {packages.list_versions(only_for_pipelines)}: for "
             f"these chapters, run `{packages.pip_command(only_for_pipelines)}`, and restart the "
             "kernel."
         )

@@ -162,16 +162,3 @@ def test_the_needed_packages_are_those_of_the_project_file():
 
 def test_a_development_version_within_the_range_fits():
     assert packages.Package("jax", SpecifierSet("<0.13"), "0.12.0.dev1").fits
-
-
-def test_the_worker_says_in_one_sentence_which_packages_cannot_run_flax_pipelines(tmp_path):
-    """As on a runtime with the newest transformers; its metadata come first on the path."""
-    info = tmp_path / "transformers-5.15.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.15.0\n")
-    command = [sys.executable, "-m", "course.hosts.worker", "--prompts", "x", "--out", "x"]
-    environment = os.environ | {"PYTHONPATH": in_front(tmp_path)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 1
-    (said,) = result.stderr.splitlines()
-    assert said.startswith("Error: Flax pipelines do not run with transformers 5.15.0: run `")

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.errors import show_error
-from helpers.scripts import run_simulated
+from helpers.scripts import run_simulated, run_together
 
 
 def test_a_script_sees_as_many_devices_as_were_asked_for(tmp_path, capsys):
@@ -18,6 +18,15 @@ def test_a_script_that_fails_says_why(tmp_path):
     script.write_text("raise ValueError('no such shape')\n")
     with pytest.raises(RuntimeError, match=r"broken\.py failed:(.|\n)*no such shape"):
         run_simulated(script)
+
+
+def test_processes_that_run_together_say_how_they_ended(tmp_path, capsys):
+    script = tmp_path / "one_fails.py"
+    script.write_text(
+        "import sys\nprint('here')\nif sys.argv[2] == '1':\n    sys.exit('no luck')\n"
+    )
+    assert run_together(script) == [0, 1]
+    assert capsys.readouterr().out == "[0] here\n[1] here\n[1] no luck\n"
 
 
 def test_an_error_that_was_meant_is_printed(capsys):

@@ -1,0 +1,596 @@
+"""Draw many prompts on many machines: ``python -m course.draw PROMPTS OUT``.
+
+PROMPTS is a text file with a prompt on each line, or a Parquet file with a column ``prompt``. OUT
+gets an image for each, with the prompt, the key and the settings in it. Started again, the same
+command draws what is missing.
+
+Ray Data spreads the prompts over *actors*: processes that load the model once and then draw one
+batch after another. On this machine Ray starts by itself. On a cluster, give ``--address auto`` and
+an OUT that all machines see. If an actor dies, Ray starts it anew and gives it its batch again. The
+key of an image comes from its number, so it is the same image whoever draws it.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import logging
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+import stable_diffusion as sd
+from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, pick_checkpoint
+from stable_diffusion.tokenizer import Encoder, read_tokenizer
+
+Rows = dict[str, np.ndarray]  # columns, one entry for each image
+
+INSTALL = 'pip install "ray[data]"'
+PATIENCE = 1800  # seconds without any image after which to give up: a large model has to load
+SHOWN = 5  # warnings about prompts; of the others, their number
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the images of a call follow from, besides their prompts and numbers."""
+
+    checkpoint: str  #: as ``TUTORIAL_CHECKPOINT`` takes it
+    model: str = "sd"  #: its architecture: ``sd`` or ``sdxl``
+    seed: int = 0
+    steps: int = 15
+    guidance: float = 3.0
+    batch: int = 4  #: how many images an actor draws at a time
+
+    def texts(self) -> dict[str, str]:
+        """What is written into each image."""
+        names = ("checkpoint", "seed", "steps", "guidance")
+        return {name: str(getattr(self, name)) for name in names}
+
+
+class Draw:
+    """An actor: it loads the model once, then draws and writes each batch that it gets."""
+
+    def __init__(self, settings: Settings, write: Callable[[Rows], None]) -> None:
+        self.settings, self.write = settings, write
+        mesh = Mesh(np.array(jax.local_devices()), ("data",))
+        self.split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        self.size = -(-settings.batch // mesh.size) * mesh.size  # what the devices can share
+        self.params, self.config, self.tokenize = load_model(settings, everywhere)
+        self.draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
+
+    def __call__(self, rows: Rows) -> Rows:
+        start, count = time.time(), len(rows["number"])
+        # The last batch is filled up with repetitions, so that one program draws them all.
+        filled = np.resize(np.arange(count), self.size)
+        ids = self.tokenize(list(rows["prompt"][filled]))
+        keys = image_keys(self.settings.seed, rows["number"][filled])
+        ids, keys = jax.device_put((ids, keys), self.split)
+        options = (self.tokenize([""]), self.settings.steps, self.settings.guidance)
+        with explaining_memory(self.size):
+            images = self.draw(self.params, self.config, ids, keys, *options)
+            images = np.asarray(images)[:count]
+        self.write(rows | {"image": to_bytes(images)})
+        worker = f"process {os.getpid()} on {socket.gethostname()}"
+        about = {"worker": worker, "start": start, "end": time.time()}
+        return rows | {name: np.full(count, about[name]) for name in about}
+
+
+def draw_rows(
+    rows: list[dict], settings: Settings, write: Callable[[Rows], None], actors: int, **each: Any
+) -> Any:
+    """The pipeline: prompts go to actors, which draw and write.
+
+    Parameters
+    ----------
+    rows : list of dict
+        Each has a ``number`` and a ``prompt``.
+    settings : Settings
+        What to draw with.
+    write : callable
+        It writes the images of a batch.
+    actors : int
+        How many.
+    **each
+        What each actor takes, in Ray's words: ``num_cpus=1`` or ``resources={"TPU": 4}``.
+
+    Returns
+    -------
+    ray.data.Dataset
+        Number, prompt, worker, start and end of each image. Ray begins when somebody asks for it.
+    """
+    ray = import_ray()
+    batches = -(-len(rows) // settings.batch)
+    return ray.data.from_items(rows, override_num_blocks=batches).map_batches(
+        Draw,
+        fn_constructor_args=(settings, write),
+        batch_size=settings.batch,
+        compute=ray.data.ActorPoolStrategy(size=actors),
+        **each,
+    )
+
+
+def image_keys(seed: int, numbers: np.ndarray) -> jax.Array:
+    """The key of each image, of shape (images,), from the seed and its number alone."""
+    fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    return fold_in(jax.random.key(seed), jnp.asarray(numbers, jnp.uint32))
+
+
+def to_bytes(images: jax.Array) -> np.ndarray:
+    """Images as uint8 from images as float32 from 0 to 1; ``RuntimeError`` if one is not finite."""
+    images = np.asarray(images)
+    if not np.isfinite(images).all():
+        raise RuntimeError("An image has values that are not finite: the numbers went wrong.")
+    return np.uint8(np.round(255 * images))
+
+
+def load_model(settings: Settings, sharding: jax.sharding.Sharding) -> tuple:
+    """Parameters, configuration and tokenizer of the model, on an actor's machine."""
+    os.environ[CHECKPOINT_VARIABLE] = settings.checkpoint
+    # What one actor of a machine has compiled, the others and those after it need not.
+    if not jax.config.jax_compilation_cache_dir:
+        folder = Path.home() / ".cache" / "stable-diffusion-jax-course"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    warnings.simplefilter("ignore")  # of long prompts, main has warned
+    try:
+        checkpoint = pick_checkpoint(settings.model, safetensors=True)
+        return sd.load(download(checkpoint), checkpoint.dtype, sharding)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RuntimeError(
+            f"The actor on {socket.gethostname()} cannot load {settings.checkpoint}: {error}"
+        ) from None
+
+
+@contextlib.contextmanager
+def explaining_memory(batch: int) -> Iterator[None]:
+    """Name the batch if there is not enough memory for it."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{batch} images at a time need more memory than {jax.local_devices()[0]} of "
+            f"{socket.gethostname()} has: give a --batch below {batch}."
+        ) from None
+
+
+# What goes in.
+
+
+def read_prompts(file: Path) -> list[dict]:
+    """The prompts of a file and their numbers: those of their lines or rows, from 0.
+
+    Empty ones are left out, and the others keep their numbers.
+
+    Raises
+    ------
+    RuntimeError
+        If the file cannot be read, or has no prompts.
+    """
+    try:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            prompts = pyarrow.parquet.read_table(file, columns=["prompt"])["prompt"].to_pylist()
+        else:
+            # Not splitlines, which takes some signs within a line for its end.
+            prompts = file.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError, KeyError) as error:
+        raise RuntimeError(f"The prompts in {file} cannot be read: {error}.") from None
+    rows = []
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str | None):
+            raise RuntimeError(f"The prompts in {file} are no texts: row {number} is {prompt!r}.")
+        if prompt and prompt.strip():
+            rows.append({"number": number, "prompt": prompt.strip()})
+    if not rows:
+        raise RuntimeError(f"There are no prompts in {file}: write one on each line.")
+    return rows
+
+
+def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -> Iterator[str]:
+    """What will not be drawn: the end of a long prompt, and words that a checkpoint never saw."""
+    most = encoder.room - 2  # without start and end
+    for row in rows:
+        ids = encoder.split(row["prompt"])
+        shown = row["prompt"] if len(row["prompt"]) < 60 else row["prompt"][:57] + "..."
+        if len(ids) > most:
+            yield f"Prompt {row['number']}, {shown!r}, has {len(ids)} tokens, and {most} are read."
+        if words is not None:
+            asked = re.findall(r"\w+", row["prompt"].lower())
+            unknown = [word for word in asked if word not in words]
+            if unknown or not asked:
+                what = ", ".join(map(repr, dict.fromkeys(unknown))) or "any of it"
+                known = "the bundled checkpoint never saw"
+                yield f"Prompt {row['number']}, {shown!r}: {known} {what}."
+
+
+def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:
+    """Print the first of the warnings, and how many more there are."""
+    tokenizer = download(checkpoint, only=["tokenizer/*"]) / "tokenizer"
+    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    found = list(find_warnings(rows, read_tokenizer(tokenizer), settings.get("caption_words")))
+    for warning in found[:SHOWN]:
+        print(f"Warning: {warning}", file=sys.stderr)
+    if len(found) > SHOWN:
+        print(f"Warning: {len(found) - SHOWN} more of this kind.", file=sys.stderr)
+
+
+# What comes out.
+
+
+def image_name(number: int) -> str:
+    """The name of an image's file.
+
+    >>> image_name(7)
+    '0000007.png'
+    """
+    return f"{number:07d}.png"
+
+
+def describe(rows: Rows, settings: Settings) -> list[dict[str, str]]:
+    """What each image of a batch follows from: this is written into its file."""
+    keys = np.asarray(jax.random.key_data(image_keys(settings.seed, rows["number"])))
+    texts = []
+    for number, prompt, key in zip(rows["number"], rows["prompt"], keys, strict=True):
+        own = {"prompt": prompt, "number": str(number), "key": " ".join(map(str, key))}
+        texts.append(own | settings.texts())
+    return texts
+
+
+def to_png(image: np.ndarray, texts: dict[str, str]) -> bytes:
+    """A PNG file with texts, of an image, uint8 of shape (height, width, 3)."""
+    info = PngInfo()
+    for name, text in texts.items():
+        info.add_itxt(name, text)
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, format="png", pnginfo=info)
+    return buffer.getvalue()
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            # Otherwise a power cut could leave a file with the new name and no contents.
+            os.fsync(stream.fileno())
+        part.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise RuntimeError(
+            f"{file} cannot be written ({error.strerror}): put that right, and start the same "
+            "again; the images that are there will not be drawn a second time."
+        ) from None
+
+
+def write_pngs(rows: Rows, folder: Path, settings: Settings) -> None:
+    """Write a file for each image of a batch."""
+    for number, image, texts in zip(
+        rows["number"], rows["image"], describe(rows, settings), strict=True
+    ):
+        write_whole(folder / image_name(number), to_png(image, texts))
+
+
+def write_parquet(rows: Rows, folder: Path, settings: Settings) -> None:
+    """Write one Parquet file for a batch, with the images as PNG files in a column."""
+    import pyarrow.parquet
+
+    table = []
+    for number, image, texts in zip(
+        rows["number"], rows["image"], describe(rows, settings), strict=True
+    ):
+        table.append(texts | {"number": int(number), "image": to_png(image, texts)})
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), buffer)
+    # No number is in two batches, so the lowest one names them.
+    write_whole(folder / f"{min(rows['number']):07d}.parquet", buffer.getvalue())
+
+
+WRITERS = {"png": write_pngs, "parquet": write_parquet}
+
+
+def read_texts(folder: Path, form: str) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Each image of a folder: its file, and what is written in it."""
+    for file in sorted(folder.glob(f"[0-9]*.{form}")):
+        try:
+            if form == "png":
+                with Image.open(file) as image:
+                    yield file, dict(image.info)
+            else:
+                import pyarrow.parquet
+
+                names = ["number", "prompt", *Settings("").texts()]
+                for row in pyarrow.parquet.read_table(file, columns=names).to_pylist():
+                    yield file, {name: str(row[name]) for name in names}
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"{file} cannot be read ({error}): remove it.") from None
+
+
+def find_missing(folder: Path, form: str, rows: list[dict], settings: Settings) -> list[dict]:
+    """The rows whose images the folder lacks.
+
+    Raises
+    ------
+    RuntimeError
+        If the folder cannot be written, or has images of other prompts or settings.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RuntimeError(
+            f"Images cannot be written to {folder} ({error.strerror}): give a different OUT."
+        ) from None
+    missing = {row["number"]: row for row in rows}
+    expected = {}
+    for row in rows:
+        expected[str(row["number"])] = row["prompt"]
+    for file, texts in read_texts(folder, form):
+        number = texts.get("number", "")
+        if number not in expected:
+            raise RuntimeError(
+                f"{file} has an image that is none of these prompts': give a different OUT, or "
+                "remove what is in this one."
+            )
+        wanted = {"prompt": expected[number]} | settings.texts()
+        for name, text in wanted.items():
+            if texts.get(name) != text:
+                raise RuntimeError(
+                    f"{file} is there already with the {name} {texts.get(name)!r}, not {text!r}: "
+                    "give a different OUT, or remove what is in this one."
+                )
+        missing.pop(int(number), None)
+    return list(missing.values())
+
+
+# Ray.
+
+
+def import_ray() -> Any:
+    """The package; ``RuntimeError`` if it is not installed."""
+    try:
+        import ray.data
+    except ImportError:
+        raise RuntimeError(f"Ray is not installed here: run `{INSTALL}`.") from None
+    return ray
+
+
+def start_ray(
+    address: str | None = None, cpus: int | None = None, patience: float = PATIENCE
+) -> None:
+    """Connect to a cluster, or start Ray on this machine, if that has not been done yet.
+
+    On this machine it starts without a network, without its dashboard, and with little memory.
+
+    Parameters
+    ----------
+    address : str, optional
+        Of the cluster; by default that in ``RAY_ADDRESS``, or else Ray starts here.
+    cpus : int, optional
+        How many CPUs Ray counts here; by default those that there are.
+    patience : float
+        After so many seconds in which no batch is finished, drawing ends with an error.
+
+    Raises
+    ------
+    RuntimeError
+        If Ray is not installed, or cannot be reached.
+    """
+    ray = import_ray()
+    # Nothing is reported to Ray's makers, and what its processes log stays in their files.
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    options = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == "local":
+        options |= {
+            "num_cpus": cpus or os.cpu_count(),
+            "object_store_memory": 100 * 2**20,
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+        }
+    if not ray.is_initialized():
+        try:
+            ray.init(address, **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise RuntimeError(f"Ray does not start at {address}: {reason}") from None
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = sys.stdout.isatty()
+    # An actor that dies is replaced, however often. If none draws any more, that has to end.
+    context.execution_no_progress_timeout_s = patience
+
+
+def plan_actors(actors: int | None = None, chips: int | None = None) -> dict[str, Any]:
+    """How many actors there are, and what each takes: a host's TPUs, a GPU, or a CPU.
+
+    Parameters
+    ----------
+    actors : int, optional
+        By default one for each host with TPUs, for each GPU, or for each host.
+    chips : int, optional
+        How many TPU chips each takes; by default all of a host.
+
+    Returns
+    -------
+    dict
+        The last arguments of `draw_rows`.
+    """
+    ray = import_ray()
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    tpus = [int(node["TPU"]) for node in nodes if node.get("TPU")]
+    gpus = int(sum(node.get("GPU", 0) for node in nodes))
+    if chips or tpus:
+        chips = chips or min(tpus)
+        fit = sum(host // chips for host in tpus)
+        return {"actors": actors or fit or 1, "resources": {"TPU": chips}}
+    if gpus:
+        return {"actors": actors or gpus, "num_gpus": 1}
+    return {"actors": actors or len(nodes), "num_cpus": 1}
+
+
+def explain(error: Exception) -> str:
+    """The sentence in what Ray raises, which has the traces of several processes around it."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    sentences = re.findall(r"^(?:.*\))?RuntimeError: (.+)$", text, flags=re.MULTILINE)
+    if sentences:
+        return sentences[-1]
+    if type(error).__name__ == "ExecutionTimeoutError":
+        return (
+            "No batch was finished for too long (see --patience). Either the actors found no place "
+            "(ray status), or they die again and again, as when a batch needs more memory than "
+            "there is: give a smaller --batch, and look into Ray's logs."
+        )
+    lines = text.strip().splitlines() or [""]
+    return f"Ray stopped with {type(error).__name__}: {lines[-1].strip()}"
+
+
+# The command.
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m course.draw",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prompts", type=Path, metavar="PROMPTS", help="a text or Parquet file")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder for the images")
+    parser.add_argument(
+        "--checkpoint",
+        default=os.environ.get(CHECKPOINT_VARIABLE, "shapes-sd"),
+        help="a bundled one, a folder, or a Hub id, with @revision if need be; default %(default)s",
+    )
+    parser.add_argument("--model", choices=("sd", "sdxl"), default="sd", help="its architecture")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="default: what suits the checkpoint")
+    parser.add_argument("--guidance", type=float, help="likewise")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="images that an actor draws at a time; default 4"
+    )
+    parser.add_argument("--format", choices=WRITERS, default="png")
+    parser.add_argument("--address", help="of a Ray cluster; auto finds the one of this machine")
+    parser.add_argument(
+        "--actors", type=int, help="default: one for each TPU host, for each GPU, or for each host"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        metavar="SECONDS",
+        help="give up if no batch is finished for so long; default %(default)s",
+    )
+    parser.add_argument("--chips", type=int, help="TPU chips of each actor; default: a host's")
+    return parser
+
+
+def choose_settings(options: argparse.Namespace) -> tuple[Settings, Checkpoint]:
+    """What to draw with, and what is known of the checkpoint."""
+    checkpoint = options.checkpoint
+    if Path(checkpoint).is_dir():  # the actors may be in another folder
+        checkpoint = str(Path(checkpoint).absolute())
+    before = os.environ.get(CHECKPOINT_VARIABLE)
+    os.environ[CHECKPOINT_VARIABLE] = checkpoint
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = pick_checkpoint(options.model, safetensors=True)
+    finally:
+        if before is None:
+            del os.environ[CHECKPOINT_VARIABLE]
+        else:
+            os.environ[CHECKPOINT_VARIABLE] = before
+    settings = Settings(
+        checkpoint=checkpoint,
+        model=options.model,
+        seed=options.seed,
+        steps=options.steps or found.num_inference_steps,
+        guidance=found.guidance_scale if options.guidance is None else options.guidance,
+        batch=options.batch,
+    )
+    return settings, found
+
+
+def draw_missing(options: argparse.Namespace) -> None:
+    """Draw what is missing, as the command line says."""
+    folder = options.out.absolute()
+    rows = read_prompts(options.prompts)
+    settings, checkpoint = choose_settings(options)
+    missing = find_missing(folder, options.format, rows, settings)
+    print(f"{len(rows)} prompts, of which {len(rows) - len(missing)} are drawn already", flush=True)
+    if not missing:
+        return
+    warn_about_prompts(missing, checkpoint)
+    write = partial(WRITERS[options.format], folder=folder, settings=settings)
+    ray = import_ray()
+    was_running = ray.is_initialized()
+    cpus = max(options.actors or 1, os.cpu_count() or 1)
+    start_ray(options.address, cpus, options.patience)
+    try:
+        plan = plan_actors(options.actors, options.chips)
+        batches = -(-len(missing) // settings.batch)
+        plan["actors"] = min(plan["actors"], batches)
+        for _ in draw_rows(missing, settings, write, **plan).iter_batches(batch_size=None):
+            pass
+    except Exception as error:
+        left = len(find_missing(folder, options.format, rows, settings))
+        raise RuntimeError(
+            f"{explain(error)}\n{len(missing) - left} images were drawn, and {left} are missing: "
+            "start the same again for these."
+        ) from None
+    finally:
+        if not was_running:
+            ray.shutdown()
+    left = len(find_missing(folder, options.format, rows, settings))
+    if left:
+        raise RuntimeError(
+            f"{left} images are not in {folder}: they may lie on the disks of other machines, so "
+            "give an OUT that all machines see."
+        )
+    print(f"{len(missing)} images drawn", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw what the command line, or these arguments in its place, says; the exit status."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    for name in ("batch", "actors", "chips", "steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name} is {value}: give at least 1.")
+    jax.config.update("jax_platforms", "cpu")  # here; accelerators are for the actors
+    try:
+        draw_missing(options)
+    except RuntimeError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # From here, so that actors find what they run under its own name.
+    from course import draw
+
+    sys.exit(draw.main())

@@ -1,1 +1,0 @@
-"""Several processes that run one program: a launcher for one machine, and a worker for many."""

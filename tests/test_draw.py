@@ -1,0 +1,211 @@
+"""Many prompts on several actors: what comes out, and what is said when something goes wrong.
+
+Chapter 10 kills an actor and draws what is missing: it compares the images bit for bit.
+"""
+
+import errno
+import io
+import os
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from course import draw
+from tools import lock
+
+LINES = [
+    "a large red heart on a white background",
+    "",
+    "a large blue star on a white background",
+    "画一颗红色的心",
+    "a red heart 🚀",
+    "a large " + "red " * 123,  # 500 letters
+    "a large black cross on a white background",
+    "a large green ring on a white background",
+]
+DRAWN = [number for number, line in enumerate(LINES) if line]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("\n".join(LINES) + "\n", encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def ray():
+    """Ray on this machine, for all tests that need it."""
+    ray = pytest.importorskip("ray", reason="Ray has no wheel for this Python on this system.")
+    draw.start_ray(cpus=3)
+    yield ray
+    ray.shutdown()
+
+
+def parse(prompts, out, *arguments):
+    return draw.make_parser().parse_args([str(prompts), str(out), *map(str, arguments)])
+
+
+def read_png(content) -> tuple[np.ndarray, dict]:
+    with Image.open(content) as image:
+        return np.asarray(image), image.info
+
+
+@pytest.fixture(scope="module")
+def by_one(ray, prompts, tmp_path_factory):
+    """The folder that one actor has filled, whose batches are not full."""
+    out = tmp_path_factory.mktemp("one")
+    draw.draw_missing(parse(prompts, out, "--actors", 1, "--batch", 2))
+    return out
+
+
+def test_an_image_says_what_it_follows_from(by_one, checkpoint):
+    assert sorted(file.name for file in by_one.iterdir()) == [
+        draw.image_name(number) for number in DRAWN
+    ]
+    for number in DRAWN:
+        pixels, texts = read_png(by_one / draw.image_name(number))
+        assert pixels.shape == (checkpoint.height, checkpoint.width, 3)
+        assert texts == {
+            "prompt": LINES[number].strip(),
+            "number": str(number),
+            "key": texts["key"],
+            "checkpoint": "shapes-sd",
+            "seed": "0",
+            "steps": "15",
+            "guidance": "3.0",
+        }
+
+
+def test_three_actors_draw_the_same_images_into_parquet(by_one, prompts, tmp_path, capsys):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    options = parse(prompts, tmp_path, "--actors", 3, "--batch", 2, "--format", "parquet")
+    draw.draw_missing(options)
+    output = capsys.readouterr()
+    assert "7 prompts, of which 0 are drawn already" in output.out
+    assert "'画一颗红色的心': the bundled checkpoint never saw" in output.err
+    assert "has 125 tokens, and 75 are read" in output.err
+    rows = [row for file in tmp_path.iterdir() for row in parquet.read_table(file).to_pylist()]
+    assert sorted(row["number"] for row in rows) == DRAWN
+    for row in rows:
+        pixels, texts = read_png(io.BytesIO(row["image"]))
+        other_pixels, other_texts = read_png(by_one / draw.image_name(row["number"]))
+        assert np.array_equal(pixels, other_pixels)
+        assert texts == other_texts
+    draw.draw_missing(options)
+    assert "7 prompts, of which 7 are drawn already" in capsys.readouterr().out
+
+
+def test_a_batch_too_large_for_memory_is_named_and_the_rest_stays(by_one, prompts, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(by_one, out)
+    (out / draw.image_name(0)).unlink()
+    with pytest.raises(RuntimeError) as error:
+        draw.draw_missing(parse(prompts, out, "--batch", 200_000))
+    sentence, rest = str(error.value).splitlines()
+    assert sentence.startswith("200000 images at a time need more memory than")
+    assert sentence.endswith("give a --batch below 200000.")
+    assert rest == "0 images were drawn, and 1 are missing: start the same again for these."
+    assert len(list(out.iterdir())) == len(DRAWN) - 1
+
+
+def test_weights_that_an_actor_cannot_load_are_named(ray, prompts, checkpoint, tmp_path):
+    damaged = shutil.copytree(checkpoint.source, tmp_path / "damaged")
+    weights = damaged / "unet" / "diffusion_flax_model.msgpack"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(RuntimeError, match=f"The actor on .* cannot load {damaged}: Unpack failed"):
+        draw.draw_missing(parse(prompts, tmp_path / "out", "--checkpoint", damaged))
+
+
+# Without Ray.
+
+
+def test_every_python_of_the_lock_has_ray():
+    for python in lock.PYTHONS:
+        assert {"ray", "pandas", "pyarrow"} <= set(lock.locked_versions(python))
+
+
+def test_without_ray_the_command_says_how_to_get_it(prompts, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(RuntimeError, match=r"Ray is not installed here: run `pip install \"ray"):
+        draw.draw_missing(parse(prompts, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [(None, "cannot be read"), (b"\n  \n", "no prompts in"), (b"a caf\xe9", "cannot be read")],
+)
+def test_prompts_that_cannot_be_had_are_refused(tmp_path, contents, message):
+    if contents is not None:
+        (tmp_path / "prompts.txt").write_bytes(contents)
+    with pytest.raises(RuntimeError, match=message):
+        draw.read_prompts(tmp_path / "prompts.txt")
+
+
+def test_prompts_come_from_parquet_as_well(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    table = pyarrow.table({"prompt": ["a red heart", None, "a blue star"], "other": [1, 2, 3]})
+    parquet.write_table(table, tmp_path / "prompts.parquet")
+    assert draw.read_prompts(tmp_path / "prompts.parquet") == [
+        {"number": 0, "prompt": "a red heart"},
+        {"number": 2, "prompt": "a blue star"},
+    ]
+    for column, message in (
+        (pyarrow.table({"text": ["a"]}), "cannot be read"),
+        (
+            pyarrow.table({"prompt": [1]}),
+            "are no texts: row 0 is 1",
+        ),
+    ):
+        parquet.write_table(column, tmp_path / "other.parquet")
+        with pytest.raises(RuntimeError, match=message):
+            draw.read_prompts(tmp_path / "other.parquet")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(prompts, capsys):
+    assert draw.main([str(prompts), str(prompts / "out")]) == 1
+    assert "Images cannot be written to" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, monkeypatch):
+    def fill(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(RuntimeError, match=r"7\.png cannot be written \(No space left on device\)"):
+        draw.write_whole(tmp_path / "7.png", b"an image")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_images_of_other_work_are_not_taken_for_ones_own(tmp_path):
+    settings = draw.Settings("shapes-sd")
+    rows = [{"number": 0, "prompt": "a red heart"}, {"number": 1, "prompt": "a blue star"}]
+    image = np.zeros((8, 8, 3), np.uint8)
+    batch = {"number": np.array([0]), "prompt": np.array(["a red heart"]), "image": image[None]}
+    draw.write_pngs(batch, tmp_path, settings)
+    assert draw.find_missing(tmp_path, "png", rows, settings) == rows[1:]
+    others = [
+        ([{"number": 0, "prompt": "a green ring"}], settings),
+        (rows, draw.Settings("shapes-sd", seed=1)),
+    ]
+    for other_rows, other_settings in others:
+        with pytest.raises(RuntimeError, match="is there already with the"):
+            draw.find_missing(tmp_path, "png", other_rows, other_settings)
+    with pytest.raises(RuntimeError, match="none of these prompts'"):
+        draw.find_missing(tmp_path, "png", rows[1:], settings)
+    (tmp_path / draw.image_name(1)).write_bytes(b"no image")
+    with pytest.raises(RuntimeError, match=r"0000001\.png cannot be read"):
+        draw.find_missing(tmp_path, "png", rows, settings)
+
+
+def test_a_key_follows_from_the_seed_and_the_number_alone():
+    keys = draw.image_keys(0, np.arange(4))
+    assert len(set(map(tuple, np.asarray(jax.random.key_data(keys))))) == 4
+    assert draw.image_keys(0, np.array([3]))[0] == keys[3]
+    assert draw.image_keys(1, np.array([3]))[0] != keys[3]
