@@ -1,13 +1,15 @@
 """Images side by side."""
 
 import math
-import textwrap
+import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import matplotlib
 import numpy as np
+from matplotlib.ft2font import FT2Font
 from PIL import Image, ImageDraw, ImageFont
 
 # In pixels. A narrower image is enlarged by a whole number, so that its pixels stay sharp squares;
@@ -16,9 +18,28 @@ SMALLEST = 160
 LARGEST = 256
 GAP = 4
 FONT_SIZE = 12
-# Matplotlib's fonts have the letters of most languages; Pillow's has few. In this one all letters
-# are equally wide.
+# Matplotlib's fonts have the letters of most languages; Pillow's has few.
 FONT_FILE = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSansMono.ttf")
+# It has no Chinese, Japanese or Korean signs. These have them: the names of their files on Linux,
+# Windows and macOS, each with the number of the face in the file. Pillow looks for them where the
+# system keeps its fonts.
+FONTS_WITH_CHINESE = (
+    ("NotoSansCJK-Regular.ttc", 2),  # 2 has the forms of simplified Chinese
+    ("NotoSansSC-Regular.otf", 0),
+    ("SourceHanSansSC-Regular.otf", 0),
+    ("wqy-microhei.ttc", 0),
+    ("wqy-zenhei.ttc", 0),
+    ("DroidSansFallbackFull.ttf", 0),
+    ("msyh.ttc", 0),
+    ("simhei.ttf", 0),
+    ("PingFang.ttc", 0),
+    ("Hiragino Sans GB.ttc", 0),
+    ("STHeiti Light.ttc", 0),
+    ("Arial Unicode.ttf", 0),
+)
+# A caption's lines end between these: spaces, words, and Chinese signs with what may not begin a
+# line.
+PIECES = re.compile(r"\s|[^\s\u2e80-\uffff]+|[\u2e80-\uffff][，。、；：！？）》]*")
 
 Images = jax.Array | np.ndarray | Sequence[Image.Image]
 
@@ -37,7 +58,8 @@ def image_grid(
     columns : int, optional
         How many images a row holds; by default four, which can still be read on a page.
     captions : sequence of str, optional
-        One for each image; long ones are wrapped.
+        One for each image; long ones are wrapped. Chinese ones are drawn in a font of the system;
+        where it has none, a warning says so, and boxes stand for the signs.
 
     Returns
     -------
@@ -75,12 +97,11 @@ def image_grid(
     elif width > LARGEST and count > 1:
         width, height = LARGEST, round(height * LARGEST / width)
         resampling = Image.Resampling.LANCZOS
-    font = ImageFont.truetype(FONT_FILE, FONT_SIZE)
-    line = FONT_SIZE + 3
+    font = caption_font("".join(captions or []))
+    line = sum(font.getmetrics())
     texts, room = [""] * count, 0  # room is the height of the highest caption
     if captions is not None:
-        letters = int((width - 4) / font.getlength("m"))
-        texts = [textwrap.fill(caption, letters) for caption in captions]
+        texts = [wrapped(caption, font, width - 4) for caption in captions]
         room = line * max(text.count("\n") + 1 for text in texts)
 
     # Transparent between the images, so that the grid sits on a dark page as well as on a light
@@ -95,8 +116,67 @@ def image_grid(
         if captions is not None:
             draw.rectangle((left, top, left + width - 1, top + room - 1), fill="white")
             start = top + room - line * (text.count("\n") + 1)
-            draw.multiline_text((left + 2, start), text, fill="black", font=font, spacing=3)
+            # Pillow begins a line so far below the one before it, and the height of an A.
+            spacing = line - font.getbbox("A")[3]
+            draw.multiline_text((left + 2, start), text, fill="black", font=font, spacing=spacing)
     return grid
+
+
+def caption_font(text: str) -> ImageFont.FreeTypeFont:
+    """The font in which a text is drawn.
+
+    Parameters
+    ----------
+    text : str
+        All captions of a grid, which are drawn in one font.
+
+    Returns
+    -------
+    PIL.ImageFont.FreeTypeFont
+        Matplotlib's own, if it has all letters of the text; if not, the first font of this system
+        that has them. If there is none, Matplotlib's, with a warning.
+    """
+    font = ImageFont.truetype(FONT_FILE, FONT_SIZE)
+    missing = missing_letters(text, font)
+    if not missing:
+        return font
+    for name, face in FONTS_WITH_CHINESE:
+        try:
+            other = ImageFont.truetype(name, FONT_SIZE, index=face)
+        except OSError:
+            continue  # this system does not have it
+        if not missing_letters(text, other):
+            return other
+    warnings.warn(
+        f"No font here has {''.join(missing)!r}, so the captions show boxes for it: install one, "
+        "such as Noto Sans CJK (on Debian, Ubuntu and Colab: `apt-get install fonts-noto-cjk`), "
+        "and draw the grid again.",
+        stacklevel=3,
+    )
+    return font
+
+
+def missing_letters(text: str, font: ImageFont.FreeTypeFont) -> list[str]:
+    """The letters of a text that a font lacks, each once, in their order."""
+    has = FT2Font(str(font.path)).get_charmap()
+    return [letter for letter in dict.fromkeys(text) if letter != "\n" and ord(letter) not in has]
+
+
+def wrapped(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    """A text broken into lines of at most so many pixels."""
+    lines, line = [], ""
+    for piece in PIECES.findall(" ".join(text.split())):
+        if line and font.getlength(line + piece) > width:
+            lines.append(line.rstrip())
+            line = ""
+        line = (line + piece).lstrip()
+        while font.getlength(line) > width:  # a word that is longer than a line
+            fits = len(line) - 1
+            while font.getlength(line[:fits]) > width:
+                fits -= 1
+            lines.append(line[:fits])
+            line = line[fits:]
+    return "\n".join([*lines, line.rstrip()])
 
 
 def _as_uint8(images: Images) -> np.ndarray:

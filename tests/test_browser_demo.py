@@ -77,7 +77,7 @@ def test_the_chinese_page_draws_and_speaks_chinese(open_page):
     page.get_by_role("button", name="画图").click()
     expect(said(page)).to_contain_text("全部在你的浏览器里完成", timeout=120_000)
     page.locator("[name=caption]").fill("a red house")
-    expect(page.locator("#draw-words")).to_contain_text("检查点从没见过 house")
+    expect(page.locator("#draw-words")).to_contain_text("检查点的词汇里没有 house")
 
 
 def test_every_text_of_the_page_is_translated():

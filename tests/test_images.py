@@ -1,11 +1,13 @@
 """image_grid."""
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFont
 
-from helpers import image_grid
+from helpers import image_grid, images
 
 
 def image(value=0.5, side=64):
@@ -62,6 +64,43 @@ def test_captions_stand_above_their_images_and_are_not_cut_off():
     assert above.shape[0] > 0
     assert above.min() < 100  # there is ink
     assert (above[:, -1] == 255).all()  # and none of it reaches the edge
+
+
+def test_a_caption_that_the_font_lacks_is_drawn_in_another_font_and_fits(monkeypatch):
+    letters = "\N{MATHEMATICAL DOUBLE-STRUCK CAPITAL A}" * 30
+    other = images.FONT_FILE.with_name("DejaVuSans.ttf")
+    assert images.missing_letters(letters, ImageFont.truetype(images.FONT_FILE))
+    monkeypatch.setattr(images, "FONTS_WITH_CHINESE", [("no-such-font.ttf", 0), (str(other), 0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        grid = image_grid(image(0.0), captions=[letters])
+        assert images.caption_font(letters).path == str(other)
+    above = np.asarray(grid.convert("RGB"))[: grid.height - image_grid(image()).height]
+    assert above.min() < 100
+    assert (above[:, -1] == 255).all()
+
+
+def test_a_caption_for_which_no_font_is_installed_is_drawn_in_boxes_with_a_warning(monkeypatch):
+    monkeypatch.setattr(images, "FONTS_WITH_CHINESE", [("no-such-font.ttf", 0)])
+    with pytest.warns(UserWarning, match="No font here has '红心', so the captions show boxes"):
+        image_grid(image(), captions=["红心 red 红心"])
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("a medium orange triangle on a yellow\nbackground", 2),
+        ("medium" * 10, 3),
+        ("黄色背景上的，橙色三角形。" * 4, 2),
+    ],
+)
+def test_captions_break_between_words_or_signs_and_lose_nothing(text, lines):
+    font = ImageFont.truetype(images.FONT_FILE, images.FONT_SIZE)
+    wrapped = images.wrapped(text, font, 188).split("\n")
+    assert len(wrapped) == lines
+    assert all(font.getlength(line) <= 188 for line in wrapped)
+    assert "".join(wrapped).replace(" ", "") == "".join(text.split())
+    assert not any(line[0] in "，。" for line in wrapped)
 
 
 def test_captions_must_match_the_images():

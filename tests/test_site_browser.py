@@ -109,23 +109,25 @@ def test_every_page_loads_without_errors_and_missing_files(site, browser, addres
 
 
 @pytest.mark.parametrize(
-    ("start", "word"),
+    ("start", "word", "where"),
     [
-        ("index", "addressable_shards"),
-        ("zh-CN/index", "词元编号"),
-        ("zh-CN/index", "轴"),
-        ("zh-CN/index", "unreplicate"),
+        ("index", "addressable_shards", "03_replicate_shard"),
+        ("zh-CN/index", "词元编号", "03_replicate_shard"),
+        ("zh-CN/index", "轴", "03_replicate_shard"),
+        ("zh-CN/index", "unreplicate", "03_replicate_shard"),
+        ("zh-CN/index", "CFG Scale", "glossary"),
+        ("zh-CN/index", "管线", "glossary"),
     ],
 )
-def test_the_search_finds_a_word(open_page, start, word):
-    """Chinese in part of a sentence, a single sign, and what is English in both."""
+def test_the_search_finds_a_word(open_page, start, word, where):
+    """Chinese in part of a sentence, a single sign, what is English in both, and other words."""
     page = open_page(start)
     page.keyboard.press("Control+k")
     page.keyboard.insert_text(word)
     page.keyboard.press("Enter")
     results = page.locator("#search-results li a")
     expect(results.first).to_be_visible()
-    found = page.locator("#search-results li a[href*='03_replicate_shard']")
+    found = page.locator(f"#search-results li a[href*='{where}']")
     expect(found.first).to_be_visible()
 
 
