@@ -49,12 +49,13 @@ run: .venv/installed  ## execute the chapters, and show their pictures on a page
 	$(BIN)/python -m tools.chapters; \
 	exit $$status
 
-lint: .venv/installed  ## check the style of code and notebooks, and that what is imported is declared
+lint: .venv/installed  ## check the style of code and notebooks, what is imported, and the Chinese edition
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/deptry .
 	@$(BIN)/deptry helpers course shapes stable_diffusion notebooks --ignore DEP002 \
 	--optional-dependencies-dev-groups lab,docs,test,dev,train
+	@$(BIN)/python -m tools.translations --check
 
 test: lint  ## lint, execute the chapters (without a network, where the system allows it), and run the tests
 	@rm -rf $(EXECUTED) && mkdir -p $(EXECUTED) && cp notebooks/[0-9]*.ipynb $(EXECUTED)

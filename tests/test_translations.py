@@ -28,7 +28,8 @@ def test_a_translation_is_current_or_says_that_it_is_behind(file):
     current = noted == translations.hashes_of(english)
     assert (BANNER in file.read_text()) != current
     if file.suffix == ".ipynb" and current:
-        for cell, original in zip(read(file).cells, read(english).cells, strict=True):
+        cells = [cell for cell in read(file).cells if not cell.id.endswith(translations.OWN)]
+        for cell, original in zip(cells, read(english).cells, strict=True):
             assert cell.id == original.id
             assert cell.cell_type == "markdown" or cell.source == original.source
 
@@ -172,6 +173,35 @@ def test_a_cell_that_only_the_translation_has_is_named_and_not_lost(chinese, cap
     assert main([]) == 1
     assert "the English has no cell mine" in capsys.readouterr().err
     assert sources(chinese)[-1] == "还有。"
+
+
+def test_a_cell_of_its_own_stays_behind_the_cell_that_it_is_named_after(english, chinese, capsys):
+    notebook = read(chinese)
+    notebook.cells.insert(2, nbformat.v4.new_markdown_cell("为什么。", id="b-zh"))
+    nbformat.write(notebook, chinese)
+    assert main([]) == 0
+    change(english, 1, "x = 2")
+    assert main([]) == 0
+    assert sources(chinese)[1:3] == ["x = 2", "为什么。"]
+    notebook = read(english)
+    notebook.cells.insert(1, notebook.cells.pop())
+    nbformat.write(notebook, english)
+    assert main(["--start", str(english)]) == main(["--done", str(english)]) == 0
+    assert sources(chinese)[1:4] == ["完。", "x = 2", "为什么。"]
+    notebook.cells.pop(2)
+    nbformat.write(notebook, english)
+    assert main([]) == 1
+    assert "its own cells follow none of the English chapter: b" in capsys.readouterr().err
+    assert "为什么。" in sources(chinese)
+
+
+def test_wrong_forms_are_named_but_for_those_in_code_and_addresses(chinese, capsys):
+    change(chinese, 3, "一张图像：`图片,`。\n\n```\n图片,\n```\n\n见[图像](图片.md)。")
+    assert main([]) == main(["--check"]) == 0
+    change(chinese, 3, "一张图片。")
+    main([])
+    assert main(["--check"]) == 1
+    assert "“一张图片。” (图像" in capsys.readouterr().err
 
 
 def test_a_page_is_behind_as_a_whole(copy):

@@ -33,12 +33,12 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "build" / "site"
 NOTEBOOKS = {"en": ROOT / "notebooks", LANGUAGE: ROOT / "notebooks" / LANGUAGE}
 READMES = {"en": ROOT / "README.md", LANGUAGE: ROOT / f"README.{LANGUAGE}.md"}
-# What stands on folded cells, by their tags.
+# What stands on folded cells, by their tags, of which the last one counts.
 SHOW = {"en": "Show {}", LANGUAGE: "展开{}"}
 HIDE = {"en": "Hide {}", LANGUAGE: "收起{}"}
 FOLDED = {
-    "en": {"setup": "the setup", "solution": "the solution"},
-    LANGUAGE: {"setup": "准备代码", "solution": "答案"},
+    "en": {"hide-input": "the code", "setup": "the setup", "solution": "the solution"},
+    LANGUAGE: {"hide-input": "代码", "setup": "准备代码", "solution": "答案"},
 }
 SLIDERS_CHAPTER = "04_jit_pipeline"  # whose page ends with recorded images and sliders
 SLIDERS = {"en": "Steps and guidance with sliders", LANGUAGE: "用滑块看步数和引导系数"}

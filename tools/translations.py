@@ -8,6 +8,12 @@ changed, it is behind: it stays as it was, its code included, and says so below 
 ``--start`` lays the Chinese notebook of a chapter out in the order of today's English one, with
 English text where there is no Chinese yet. ``--done`` notes that a translation follows the English
 as it is now; nothing here can judge that.
+
+A Chinese notebook may have Markdown cells of its own, such as the explanation of a solution. Such a
+cell stands behind the cell whose id it has with ``-zh`` at the end.
+
+``--check`` also looks through the Chinese files that are current for the forms in
+``chinese_forms.toml``, which are wrong in Chinese or are another word for the same thing.
 """
 
 import argparse
@@ -16,6 +22,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LANGUAGE = "zh-CN"
 BANNER = "> **本页依据较早的英文版翻译，英文版此后已有改动。最新内容请看[英文版]({link})。**\n\n"
 OLD_BANNER = re.compile(r"^> \*\*本页依据较早的英文版翻译.*\n\n?", flags=re.MULTILINE)
+FORMS = Path(__file__).with_name("chinese_forms.toml")
+OWN = "-zh"  # at the end of the id of a cell that only the Chinese notebook has
 HEAD = re.compile(r"<!-- translation: (\{.*?\}) -->\n\n")  # of a page
 
 
@@ -73,7 +82,7 @@ def texts_of(notebook) -> dict[str, str]:
     """What is translated of a notebook: Markdown cells by their ids, and pictures' texts."""
     texts = {}
     for cell in notebook.cells:
-        if cell.cell_type == "markdown":
+        if cell.cell_type == "markdown" and not cell.id.endswith(OWN):
             texts[cell.id] = cell.source
         if alt_of(cell):
             texts[f"{cell.id} (picture)"] = alt_of(cell)
@@ -113,15 +122,47 @@ def written(hashes: dict[str, str], content) -> str:
     return nbformat.writes(content) + "\n"
 
 
-def compose(english: Path, chinese: Path, texts: dict[str, str]):
-    """The English notebook with Chinese texts, and with its own where there are none."""
+def all_texts_of(notebook) -> list[str]:
+    """The texts of a Chinese notebook, those of its own cells among them."""
+    own = [cell.source for cell in own_cells_of(notebook).values()]
+    return [*texts_of(notebook).values(), *own]
+
+
+def own_cells_of(notebook) -> dict:
+    """The cells that only a Chinese notebook has, by the ids of the cells that they follow."""
+    return {cell.id.removesuffix(OWN): cell for cell in notebook.cells if cell.id.endswith(OWN)}
+
+
+def compose(english: Path, chinese: Path, translated=None):
+    """The English notebook with the texts and the own cells of a Chinese one.
+
+    Where there is no Chinese text, the English one stands.
+
+    Raises
+    ------
+    ValueError
+        If an own cell is code, or follows a cell that the English notebook does not have.
+    """
+    texts, own = {}, {}
+    if translated is not None:
+        texts, own = texts_of(translated), own_cells_of(translated)
     notebook = nbformat.read(english, as_version=4)
+    cells = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = texts.get(cell.id, move_links(cell.source, english, chinese))
         if alt_of(cell):
             alt = texts.get(f"{cell.id} (picture)", alt_of(cell))
             cell.metadata["mystnb"]["image"]["alt"] = alt
+        cells.append(cell)
+        if cell.id in own:
+            cells.append(own.pop(cell.id))
+    if own:
+        raise ValueError(f"its own cells follow none of the English chapter: {', '.join(own)}")
+    for cell in cells:
+        if cell.id.endswith(OWN) and cell.cell_type != "markdown":
+            raise ValueError(f"{cell.id} is code, and the code is that of the English chapter")
+    notebook.cells = cells
     return notebook
 
 
@@ -149,7 +190,8 @@ def renew(chinese: Path) -> tuple[str, list[str]]:
     Raises
     ------
     ValueError
-        If it is no notebook any more, or has cells of its own.
+        If it is no notebook any more, or has cells that are neither the English chapter's nor
+        marked as its own.
     """
     english = english_of(chinese)
     now = hashes_of(english)
@@ -162,19 +204,18 @@ def renew(chinese: Path) -> tuple[str, list[str]]:
         texts = texts_of(content)
         if added := texts.keys() - noted.keys():
             raise ValueError(f"the English has no cell {', '.join(sorted(added))}: use another")
-        content = compose(english, chinese, texts)
+        content = compose(english, chinese, content)
     content.cells[0].source = set_banner(content.cells[0].source, link)
     return written(noted, content), changes
 
 
 def start(chinese: Path) -> None:
     """Lay a Chinese notebook out in the order of the English one."""
-    noted, texts = {}, {}
+    noted, notebook = {}, None
     if chinese.exists():
         noted, notebook = read(chinese)
-        texts = texts_of(notebook)
     chinese.parent.mkdir(parents=True, exist_ok=True)
-    chinese.write_text(written(noted, compose(english_of(chinese), chinese, texts)))
+    chinese.write_text(written(noted, compose(english_of(chinese), chinese, notebook)))
 
 
 def finish(chinese: Path) -> None:
@@ -197,13 +238,35 @@ def finish(chinese: Path) -> None:
     chinese.write_text(written(now, content))
 
 
+def prose_of(text: str) -> str:
+    """Markdown without code, addresses and comments; a code span is left as one letter."""
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    block = re.compile(r"^```(\{?).*?^```$", flags=re.DOTALL | re.MULTILINE)
+    text = block.sub(lambda match: match.group() if match.group(1) else "", text)
+    text = re.sub(r"`[^`\n]+`", "`x`", text)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)\s]*\)", r"\1", text)
+    return re.sub(r"</?[a-z][^>]*>", "", text)
+
+
+def wrong_forms(text: str) -> list[str]:
+    """The places of a Chinese text that have a form of `FORMS`, each with what to write instead."""
+    prose = prose_of(text)
+    found = []
+    for wrong, instead in tomllib.loads(FORMS.read_text())["instead"].items():
+        for match in re.finditer(wrong, prose):
+            place = prose[max(0, match.start() - 10) : match.end() + 10].replace("\n", " ")
+            found.append(f"“{place}” ({instead})")
+    return found
+
+
 def update(chinese: Path, check: bool) -> None:
     """Write what a Chinese file must hold, and print whether it is behind.
 
     Raises
     ------
     ValueError
-        If the English file is gone, or where nothing is to be written, if it had to be.
+        If the English file is gone, or where nothing is to be written, if it had to be, or if
+        a translation that is current has wrong forms.
     """
     if not english_of(chinese).exists():
         raise ValueError(f"there is no {english_of(chinese).relative_to(ROOT)} any more")
@@ -215,6 +278,11 @@ def update(chinese: Path, check: bool) -> None:
             raise ValueError("it has to be written anew: run `make translations`")
         chinese.write_text(text)
         print(f"{chinese.relative_to(ROOT)} is written anew.")
+    if check and not changes and chinese.name != "glossary.md":  # which lists other words, too
+        _, content = read(chinese)
+        texts = [content] if isinstance(content, str) else all_texts_of(content)
+        if found := [form for text in texts for form in wrong_forms(text)]:
+            raise ValueError("\n  ".join(["it has wrong forms:", *found]))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -225,7 +293,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--start", help="chapters that are to be translated", **english)
     parser.add_argument("--done", help="chapters and pages that are translated", **english)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if anything had to be written"
+        "--check",
+        action="store_true",
+        help="write nothing; fail if anything had to be written, or has a wrong form",
     )
     options = parser.parse_args(arguments)
     steps = [(start, chinese_of(file.resolve())) for file in options.start]
