@@ -18,24 +18,42 @@ from benchmarks.common import FOLDER, make_parser, name_of, read_json, work_thro
 from course import finetune
 from course.tpu import Report, ask_compiler, tpu_devices
 from course.tpu.model import array, load_config
-from stable_diffusion import parameter_shapes
+from stable_diffusion import ATTENTION, parameter_shapes
 
 TARGET = FOLDER / "finetune_tpu.json"
+
+
+def question(model: str, layers: str, batch: int, *, remat: bool, attention: str) -> dict:
+    """What ``ask`` is asked, as the record has it."""
+    names = {"model": model, "layers": layers, "batch": batch}
+    return names | {"remat": remat, "attention": attention}
+
+
 QUESTIONS = [
-    {"model": "sdxl", "layers": "attention", "batch": 1, "remat": True},
-    {"model": "sd", "layers": "all", "batch": 4, "remat": False},
-    {"model": "sdxl", "layers": "attention", "batch": 1, "remat": False},
-    {"model": "sd", "layers": "all", "batch": 4, "remat": True},
-    {"model": "sdxl", "layers": "attention", "batch": 4, "remat": True},
-    {"model": "sdxl", "layers": "attention", "batch": 2, "remat": False},
+    question("sdxl", "attention", 1, remat=False, attention="plain"),
+    question("sdxl", "attention", 1, remat=False, attention="flash"),
+    question("sdxl", "attention", 2, remat=False, attention="flash"),
+    question("sdxl", "attention", 4, remat=True, attention="flash"),
+    question("sd", "all", 4, remat=False, attention="plain"),
+    question("sd", "all", 4, remat=True, attention="plain"),
+    question("sd", "attention", 4, remat=False, attention="plain"),
+    question("sdxl", "attention", 4, remat=True, attention="plain"),
 ]
 EXAMPLES = 424  # images that are trained on, and their captions; a step takes a batch of them
 
 
-def ask(model: str, layers: str, batch: int, remat: bool, chip: str = "v5e") -> Report:
+def ask(
+    model: str, layers: str, batch: int, remat: bool, attention: str, chip: str = "v5e"
+) -> Report:
     """The report on a step: UNet and text encoders are in bfloat16, the LoRA in float32."""
     config = load_config(model)
-    recipe = finetune.Recipe(layers=layers, batch=batch, rehearsed=batch // 4, remat=remat)
+    recipe = finetune.Recipe(
+        layers=layers,
+        batch=batch,
+        rehearsed=batch // 4,
+        remat=remat,
+        attention=ATTENTION[attention],  # the function itself, as there is no TPU here
+    )
     has_word = not config.is_xl
     # What the others do is done before training begins.
     params = finetune.trained_parts(parameter_shapes(config, "bfloat16"), has_word)

@@ -38,6 +38,7 @@ from safetensors import SafetensorError
 import stable_diffusion as sd
 from helpers import bundled_checkpoint, simulate_devices
 from stable_diffusion import Config, ScheduleConfig
+from stable_diffusion.attention import find_attention
 from stable_diffusion.lora import Pair, add_word, attach, save_lora, save_word, word_file
 from stable_diffusion.samplers import alphas
 from stable_diffusion.text import EMBEDDINGS
@@ -80,6 +81,8 @@ class Recipe:
     dropped: float = 0.1  #: the share of captions that are replaced by the empty one, for guidance
     seed: int = 0
     remat: bool = False  #: rematerialisation: compute activations again rather than keep them
+    #: a name in ``stable_diffusion.ATTENTION``: "flash" needs less memory, on one TPU chip
+    attention: str = "plain"
 
     def __post_init__(self) -> None:
         check_between(1, np.inf, rank=self.rank, batch=self.batch)
@@ -94,6 +97,7 @@ class Recipe:
                 f"{self.rehearsed} of {self.batch} examples in a step are rehearsed: "
                 "leave some for the new."
             )
+        find_attention(self.attention)  # which raises ValueError, too
         if self.layers not in LAYERS:
             raise ValueError(f"There are no layers {self.layers!r}: choose {' or '.join(LAYERS)}.")
 
@@ -108,7 +112,8 @@ class Recipe:
 FOR_SD = Recipe(
     rank=4, layers="attention", batch=4, rehearsed=2, rate=1e-4, word_rate=5e-4, steps=500
 )
-# With activations kept, only a batch of 1 fits on a chip with 16 GB: benchmarks/finetune_tpu.json.
+# Where activations are kept, this batch does not fit on a chip of 16 GB: see
+# benchmarks/finetune_tpu.json.
 FOR_XL = dataclasses.replace(FOR_SD, remat=True)
 
 
@@ -356,7 +361,14 @@ def loss_fn(trained: dict, params: dict, batch: Batch, config: Config, recipe: R
     condition = encode_captions(params, config, batch)
     noisy, target = add_noise(config.schedule, batch)
     predicted = sd.denoise_step(
-        params, config, noisy, batch.timesteps, condition, guided=False, remat=recipe.remat
+        params,
+        config,
+        noisy,
+        batch.timesteps,
+        condition,
+        guided=False,
+        attention=recipe.attention,
+        remat=recipe.remat,
     )
     errors = jnp.square(predicted - target).mean(axis=(1, 2, 3))  # (batch,)
     return (batch.weights * errors).sum() / batch.weights.sum()
@@ -828,6 +840,11 @@ def fine_tune(options: argparse.Namespace) -> None:
         prior_weight=options.prior_weight,
     )
     params = trained_parts(params, has_word)
+    if recipe.attention == "flash" and jax.device_count() > 1:
+        raise ValueError(
+            f"The compiler cannot split the flash kernel over {jax.device_count()} devices: "
+            "leave --attention out."
+        )
 
     folder = options.state or options.file.with_suffix(".state")
     saver = Saver(folder, describe(params, recipe, data))
