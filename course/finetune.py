@@ -210,9 +210,10 @@ def read_folder(
         captions = _read_texts(files, names)
         advice = "write one into a .txt file of the same name, or give one for all by --caption"
     for name in names:
-        if name not in captions and caption is None:
-            raise ValueError(f"{folder / name} has no caption: {advice}.")
-        captions.setdefault(name, caption)
+        if captions.get(name) is None:
+            if caption is None:
+                raise ValueError(f"{folder / name} has no caption: {advice}.")
+            captions[name] = caption
     for name, text in captions.items():
         if name not in names:
             raise ValueError(f"{folder / name} is not there: {advice}.")
@@ -250,13 +251,12 @@ def _read_metadata(file: Path) -> dict[str, str]:
     return captions
 
 
-def _read_texts(files: dict[str, Path], names: list[str]) -> dict[str, str]:
-    """The caption of each image that has a text file beside it: the lines of that, joined."""
+def _read_texts(files: dict[str, Path], names: list[str]) -> dict[str, str | None]:
+    """The caption of each image: the lines of the text file beside it, joined, or None."""
     captions = {}
     for name in names:
         text = files.get(f"{files[name].stem}.txt")
-        if text:
-            captions[name] = " ".join(_read_text(text).split())
+        captions[name] = " ".join(_read_text(text).split()) if text else None
     return captions
 
 

@@ -265,6 +265,7 @@ def test_captions_stand_beside_pictures_or_are_one_for_all(tmp_path):
     folder = photos(tmp_path / "photos")
     (folder / "phone.txt").write_text("\ufeffein Foto,\nschön\n", encoding="utf-8")
     _, captions = finetune.read_folder(folder, 64, 64, "a photo")
+    # Files in the order of their names: large, phone, plain, wide.
     assert captions == ["a photo", "ein Foto, schön", "a photo", "a photo"]
 
 
