@@ -814,9 +814,9 @@ def fine_tune(options: argparse.Namespace) -> None:
     """What the command does."""
     check_options(options)
     model = options.model or bundled_checkpoint("shapes-sd").source
-    recipe = read_recipe(options, sd.read_config(model))
-    print(f"{recipe}")
     params, config, tokenize = sd.load(model, options.dtype)
+    recipe = read_recipe(options, config)
+    print(recipe)
     side = config.unet.sample_size * config.pixels_per_latent
     images, captions = read_folder(options.images, side, side, options.caption)
     rehearsed = None
