@@ -1,10 +1,12 @@
 """Record how well the full recipe of chapter 14 teaches a bow tie: ``benchmarks/finetune.json``.
 
-Each seed runs the command ``python -m course.finetune`` in a process of its own, and the judge
-looks at what the file that it wrote draws: bow ties in colours that the examples had and in others,
-and old captions of held-out combinations, which are judged without the LoRA as well. What is
-recorded is left out, so an interrupted run goes on; no seed is dropped. With ``--ship`` the first
-seed's files become those in ``checkpoints/taught``.
+Each seed runs the command ``python -m course.finetune`` in a process of its own, once as it is and
+once with a weight of 0 for what is rehearsed. The judge looks at what the files draw: bow ties in
+colours that the examples had and in others, and old captions of held-out combinations, which are
+judged without the LoRA as well. The loss at fixed timesteps is that of the examples, of other bow
+ties in the same colours, and of old scenes. What is recorded is left out, so an interrupted run
+goes on; no seed is dropped. With ``--ship`` the first seed's files become those in
+``checkpoints/taught``.
 """
 
 import functools
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +34,7 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
+from course import finetune
 from helpers import bundled_checkpoint
 from shapes import judge, scenes
 from stable_diffusion import lora
@@ -51,7 +55,9 @@ OPTIONS = [
     *("--rehearsed", "12"),
     *("--rate", "3e-3"),
 ]
-SEEDS = 5
+WITHOUT = ["--prior-weight", "0"]  # what is rehearsed does not count, and all else is the same
+WAYS = {"with rehearsal": [], "without rehearsal": WITHOUT}
+SEEDS = 3
 IMAGES = 100
 BATCH = 25
 STEPS = 30
@@ -62,13 +68,17 @@ KINDS = {
     "other colors": scenes.new_captions(SHAPE, OTHER_COLORS, IMAGES),
     "old captions": scenes.held_out_captions(IMAGES),
 }
+TIMESTEPS = (100, 300, 500, 700, 900)  # at which the loss is recorded
+# What it is recorded of.
+LOSSES = {
+    "examples": scenes.new_examples(SHAPE, EXAMPLES),
+    "other bow ties": scenes.new_examples(SHAPE, EXAMPLES, seed=1),
+    "old scenes": scenes.training_scenes(EXAMPLES, REHEARSED_SEED + 1),
+}
 
 
-def score(file: Path | None, kinds: dict = KINDS) -> dict:
-    """The share of images in which the judge finds all that the caption names.
-
-    They are drawn with a LoRA, or without, for each kind of caption.
-    """
+def read_images(file: Path | None, kinds: dict = KINDS) -> dict[str, list]:
+    """Draw each kind of captions, with a LoRA or without, and have the judge read the images."""
     params, config, tokenize = sd.load(bundled_checkpoint("shapes-sd").source)
     if file:
         params, config, tokenize = lora.read_word(file, params, config, tokenize)
@@ -76,34 +86,70 @@ def score(file: Path | None, kinds: dict = KINDS) -> dict:
     draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
     found = {}
     for kind, asked in kinds.items():
-        right = []
+        found[kind] = []
         for start in range(0, len(asked), BATCH):
             named = asked[start : start + BATCH]
             keys = jax.vmap(jax.random.key)(np.arange(start, start + len(named)))
             ids = tokenize([scenes.caption(**each) for each in named])
             images = draw(params, config, ids, keys, tokenize([""]), STEPS, GUIDANCE)
-            for each, image in zip(named, np.asarray(images), strict=True):
-                seen = judge.read(image, scenes.SHAPES + scenes.NEW_SHAPES)
-                right.append(all(judge.right_attributes(each, seen).values()))
-        found[kind] = judge.share(right)
+            for image in np.asarray(images):
+                found[kind].append(judge.read(image, scenes.SHAPES + scenes.NEW_SHAPES))
     return found
 
 
-def lora_file(folder: Path, seed: int) -> Path:
-    return folder / f"{seed}.safetensors"
+def score(found: dict[str, list], kinds: dict = KINDS) -> dict[str, float]:
+    """The share of images in which the judge finds all that the caption names."""
+    shares = {}
+    for kind, asked in kinds.items():
+        pairs = zip(asked, found[kind], strict=True)
+        right = [all(judge.right_attributes(each, seen).values()) for each, seen in pairs]
+        shares[kind] = judge.share(right)
+    return shares
 
 
-def train(folder: Path, seed: int) -> dict:
+def count_shapes(found: list) -> dict[str, int]:
+    """How many images show which shape, the most frequent first; None where none can be named."""
+    shapes = [getattr(seen, "shape", "none") for seen in found]
+    return dict(Counter(shapes).most_common())
+
+
+def fixed_losses(file: Path | None) -> dict[str, list[float]]:
+    """The loss at each of the timesteps, with a LoRA or without."""
+    params, config, tokenize = sd.load(bundled_checkpoint("shapes-sd").source)
+    if file:
+        params, config, tokenize = lora.read_word(file, params, config, tokenize)
+        trained = {"lora": lora.read_lora(file, params, config)}
+    else:
+        params, config, tokenize = lora.add_word(params, config, tokenize, SHAPE, "star")
+        trained = {"lora": {}}
+    loss_at = jax.jit(finetune.loss_at, static_argnames="config")
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, examples in LOSSES.items():
+            scenes.write_folder(examples, Path(folder) / name)
+            side = config.unet.sample_size * config.pixels_per_latent
+            images = finetune.read_folder(Path(folder) / name, side, side)
+            data = finetune.make_data(params, config, tokenize, images, word=True)
+            losses = [loss_at(t, trained, params, data, config) for t in TIMESTEPS]
+            found[name] = [round(float(loss), 4) for loss in losses]
+    return found
+
+
+def lora_file(folder: Path, way: str, seed: int) -> Path:
+    return folder / f"{way.replace(' ', '-')}-{seed}.safetensors"
+
+
+def train(folder: Path, way: str, seed: int) -> dict:
     """Run the command, and say how long it took, and how many bytes it wrote."""
-    for path in folder.glob(f"{seed}.*"):
+    target = lora_file(folder, way, seed)
+    for path in folder.glob(f"{target.stem}.*"):
         # It was left by an interrupted run, whose seconds would be missing.
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-    target = lora_file(folder, seed)
     command = [sys.executable, "-m", "course.finetune", str(folder / "new"), str(target)]
-    command += ["--rehearse", str(folder / "old"), *OPTIONS, "--seed", str(seed)]
+    command += ["--rehearse", str(folder / "old"), *OPTIONS, *WAYS[way], "--seed", str(seed)]
     load = os.getloadavg()[0]
     start = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -124,14 +170,19 @@ def read_record() -> dict:
     record = read_json(TARGET, default={"options": None})
     if record["options"] == OPTIONS:
         return record
+    old = {"old captions": KINDS["old captions"]}
     return origin("jax", "jaxlib", "optax", "orbax-checkpoint") | {
         "cores": os.cpu_count(),
         "options": OPTIONS,
         "examples": EXAMPLES,
         "rehearsed": REHEARSED,
         "images": IMAGES,
-        "before": score(None, {"old captions": KINDS["old captions"]}),
-        "seeds": [],
+        "timesteps": list(TIMESTEPS),
+        "before": {
+            "old captions": score(read_images(None, old), old)["old captions"],
+            "losses": fixed_losses(None),
+        },
+        **{way: [] for way in WAYS},
     }
 
 
@@ -141,22 +192,27 @@ def write_images(folder: Path) -> None:
     scenes.write_folder(scenes.training_scenes(REHEARSED, REHEARSED_SEED), folder / "old")
 
 
-def record_seed(folder: Path, seed: int) -> None:
+def record_seed(folder: Path, way: str, seed: int) -> None:
     write_images(folder)
     record = read_record()
-    measured = train(folder, seed)
-    record["seeds"].append({"seed": seed} | measured | score(lora_file(folder, seed)))
-    print(record["seeds"][-1], flush=True)
+    measured = train(folder, way, seed)
+    found = read_images(lora_file(folder, way, seed))
+    shapes = {kind: count_shapes(found[kind]) for kind in KINDS}
+    losses = fixed_losses(lora_file(folder, way, seed))
+    entry = {"seed": seed} | measured | score(found) | {"shapes": shapes, "losses": losses}
+    record[way].append(entry)
+    print(entry, flush=True)
     write_json(TARGET, record)
 
 
 def find_left(folder: Path) -> dict[str, Callable[[], None]]:
-    """The next seed; they are recorded in order."""
+    """The next seed of each way; they are recorded in order."""
     record = read_json(TARGET, default={"options": None})
-    recorded = len(record["seeds"]) if record["options"] == OPTIONS else 0
     left = {}
-    for seed in range(recorded, SEEDS):
-        left[f"seed {seed}"] = functools.partial(record_seed, folder, seed)
+    for seed in range(SEEDS):
+        for way in WAYS:
+            if record["options"] != OPTIONS or seed >= len(record[way]):
+                left[f"seed {seed} {way}"] = functools.partial(record_seed, folder, way, seed)
     return left
 
 
@@ -164,13 +220,14 @@ def time_again(folder: Path) -> None:
     """Time the first seed again, and keep its scores."""
     write_images(folder)
     record = read_json(TARGET, default=None)
-    record["seeds"][0] |= train(folder, 0)
+    way = next(iter(WAYS))
+    record[way][0] |= train(folder, way, 0)
     write_json(TARGET, record)
 
 
 def ship(folder: Path) -> None:
     """Replace the files in ``checkpoints/taught`` by the first seed's."""
-    file = lora_file(folder, 0)
+    file = lora_file(folder, next(iter(WAYS)), 0)
     if not file.exists():
         sys.exit(f"{file} is not there: give the --folder in which the first seed was trained.")
     SHIPPED.mkdir(exist_ok=True)

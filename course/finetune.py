@@ -1,18 +1,18 @@
-"""Fine-tuning by LoRA: ``python -m course.finetune IMAGES FILE --word bowtie --like star``.
+"""Fine-tuning by LoRA: ``python -m course.finetune PHOTOS FILE --word bowtie --like star``.
 
-IMAGES is a folder of images with captions, as Hugging Face's datasets have them: ``metadata.jsonl``
-has a line for each image, with ``file_name`` and ``text``. The command trains a LoRA on them, and
-the embedding of a new word if one is given. It writes FILE, a LoRA for PyTorch's diffusers and
+PHOTOS is a folder of pictures in any size. Captions are in ``metadata.jsonl``, as Hugging Face's
+datasets have them, or beside each picture in a text file of its name, as kohya's scripts have them;
+``--caption`` is for pictures without one. The command trains a LoRA on them, and the embedding of a
+new word if one is given. It writes FILE, a LoRA for PyTorch's diffusers, ComfyUI and
 ``stable_diffusion.lora``, and the embedding beside it. You may interrupt it at any time: the same
 command goes on from the state that was saved last, and ends in the same numbers.
 
 So that the model does not forget what it can draw already, each step may also *rehearse*: some of
-its examples are images of the model's own kind. This is called prior preservation, and DreamBooth
+its examples are pictures of the model's own kind. This is called prior preservation, and DreamBooth
 introduced it (arXiv:2208.12242).
 """
 
 import argparse
-import ctypes
 import dataclasses
 import hashlib
 import json
@@ -32,11 +32,13 @@ import optax
 import orbax.checkpoint as ocp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from PIL import Image
+from PIL import Image, ImageOps
+from safetensors import SafetensorError
 
 import stable_diffusion as sd
 from helpers import bundled_checkpoint, simulate_devices
 from stable_diffusion import Config, ScheduleConfig
+from stable_diffusion.attention import find_attention
 from stable_diffusion.lora import Pair, add_word, attach, save_lora, save_word, word_file
 from stable_diffusion.samplers import alphas
 from stable_diffusion.text import EMBEDDINGS
@@ -51,18 +53,22 @@ LAYERS = {
 }
 
 
-def check_at_least(low: float, **numbers: float) -> None:
-    """Raise ``ValueError`` if one of these numbers is lower."""
+def check_between(low: float, high: float, **numbers: float) -> None:
+    """Raise ``ValueError`` if one of these numbers is outside of a range, or no number."""
     for name, number in numbers.items():
-        if number < low:
+        if low <= number <= high:  # which is false for nan
+            continue
+        if high == np.inf:
             raise ValueError(f"{name} is {number}: choose {low} or more.")
+        raise ValueError(f"{name} is {number}: choose {low} to {high}.")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How to train: the same recipe, model and examples give the same numbers.
 
-    Numbers that are too small, and layers that are not in ``LAYERS``, raise ``ValueError``.
+    The defaults are for the bundled checkpoints; ``usual_recipe`` has those for other models.
+    Numbers that are out of range, and layers that are not in ``LAYERS``, raise ``ValueError``.
     """
 
     rank: int = 8  #: of the LoRA
@@ -75,40 +81,76 @@ class Recipe:
     dropped: float = 0.1  #: the share of captions that are replaced by the empty one, for guidance
     seed: int = 0
     remat: bool = False  #: rematerialisation: compute activations again rather than keep them
+    #: a name in ``stable_diffusion.ATTENTION``: "flash" needs less memory, on one TPU chip
+    attention: str = "plain"
 
     def __post_init__(self) -> None:
-        check_at_least(1, rank=self.rank, batch=self.batch)
+        check_between(1, np.inf, rank=self.rank, batch=self.batch)
         # The first step has a rate of 0, and optax needs one more.
-        check_at_least(2, steps=self.steps)
-        check_at_least(0, rehearsed=self.rehearsed, dropped=self.dropped)
-        check_at_least(0, rate=self.rate, word_rate=self.word_rate)
+        check_between(2, np.inf, steps=self.steps)
+        check_between(0, np.inf, rehearsed=self.rehearsed)
+        # Adam moves a number by about the rate in each step: at 1, none of what it was is left.
+        check_between(0, 1, rate=self.rate, word_rate=self.word_rate, dropped=self.dropped)
+        check_between(0, 2**31 - 1, seed=self.seed)
         if self.rehearsed >= self.batch:
             raise ValueError(
                 f"{self.rehearsed} of {self.batch} examples in a step are rehearsed: "
                 "leave some for the new."
             )
+        find_attention(self.attention)  # which raises ValueError, too
         if self.layers not in LAYERS:
             raise ValueError(f"There are no layers {self.layers!r}: choose {' or '.join(LAYERS)}.")
+
+
+# What people take for the models that everybody has. Nobody has run these two here.
+# - rank 4, layers of attention, a rate of 1e-4, 500 steps: the defaults and the guides of
+#   diffusers' scripts train_dreambooth_lora.py and train_dreambooth_lora_sdxl.py.
+# - a batch of 4: the latter adds up the gradients of 4 steps; and as many examples rehearsed as
+#   new, as both scripts do.
+# - 5e-4 for the word: cloneofsimo/lora's recipe of pivotal tuning, which trains a LoRA and a word.
+# - a tenth of the captions dropped: as Stable Diffusion 1.5 was trained, by its card.
+FOR_SD = Recipe(
+    rank=4, layers="attention", batch=4, rehearsed=2, rate=1e-4, word_rate=5e-4, steps=500
+)
+# Where activations are kept, this batch does not fit on a chip of 16 GB: see
+# benchmarks/finetune_tpu.json.
+FOR_XL = dataclasses.replace(FOR_SD, remat=True)
+
+
+def usual_recipe(config: Config) -> Recipe:
+    """The recipe to start from: measured for the bundled checkpoints, and else what is usual."""
+    if config.unet.sample_size * config.pixels_per_latent <= 64:
+        return Recipe()
+    return FOR_XL if config.is_xl else FOR_SD
+
+
+class Encoded(NamedTuple):
+    """What the text encoders say of captions, as ``stable_diffusion.encode_prompts`` gives it."""
+
+    context: jax.Array  # (captions, tokens, channels)
+    pooled: jax.Array  # (captions, channels), which only Stable Diffusion XL reads
 
 
 class Data(NamedTuple):
     """All examples, the new ones first."""
 
     latents: jax.Array  # float32, (examples, height / 8, width / 8, 4)
-    ids: jax.Array  # of captions, int32, (examples, text encoders, tokens)
-    empty: jax.Array  # of the empty caption, int32, (1, text encoders, tokens)
+    caption: jax.Array  # the number of each example's caption in texts, int32, (examples,)
+    # Each caption once, the empty one first. Where a word is trained, what the text encoder says
+    # changes with each step, and these are token ids, int32, (captions, text encoders, tokens).
+    texts: jax.Array | Encoded
     new: jax.Array  # how many are new, int32, (); the others are there to be rehearsed
+    prior_weight: jax.Array  # how much the loss of a rehearsed example counts, float32, ()
 
 
 class Batch(NamedTuple):
     """The examples of one step. The first axis of each array is the batch."""
 
     latents: jax.Array  # float32, (batch, height / 8, width / 8, 4)
-    ids: jax.Array  # int32, (batch, text encoders, tokens)
-    is_empty: jax.Array  # whether the caption was replaced by the empty one, bool, (batch,)
+    texts: jax.Array | Encoded  # of their captions, as in Data, (batch, ...)
     timesteps: jax.Array  # int32, (batch,)
     noise: jax.Array  # float32, (batch, height / 8, width / 8, 4)
-    weights: jax.Array  # 1, or 0 for an example that does not count, float32, (batch,)
+    weights: jax.Array  # how much the loss of each example counts, float32, (batch,)
 
 
 class State(NamedTuple):
@@ -118,19 +160,30 @@ class State(NamedTuple):
     # float32: under "lora" a dictionary of pairs for each part of the model, and under "word", if
     # there is a new one, its embedding, (channels,)
     trained: dict
-    moments: tuple  # Adam's means of the gradients and of their squares, as optax keeps them
+    moments: tuple  # Adam's: means of the gradients and of their squares, as optax keeps them
     losses: jax.Array  # float32, (steps,), zero for the steps to come
 
 
-def read_folder(folder: str | Path, height: int, width: int) -> tuple[np.ndarray, list[str]]:
-    """Read a folder of images with captions.
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def read_folder(
+    folder: str | Path, height: int, width: int, caption: str | None = None
+) -> tuple[np.ndarray, list[str]]:
+    """Read a folder of pictures with captions.
+
+    A picture of a different size is scaled until it covers what is asked for, and its middle is
+    taken. How many lose an edge or are enlarged by that is printed.
 
     Parameters
     ----------
     folder : str or Path
-        With ``metadata.jsonl``, in which each line is an object with ``file_name`` and ``text``.
+        With captions in ``metadata.jsonl``, where each line is an object with ``file_name`` and
+        ``text``. Without that file, the caption of ``a.jpg`` is in ``a.txt``.
     height, width : int
         Of all images, in pixels.
+    caption : str, optional
+        Of the pictures that have none of their own.
 
     Returns
     -------
@@ -140,56 +193,102 @@ def read_folder(folder: str | Path, height: int, width: int) -> tuple[np.ndarray
     Raises
     ------
     FileNotFoundError, ValueError
-        If there are no images, images and captions do not match, or an image has a different size.
+        If there are no pictures, one cannot be read or has no caption, or a caption has no picture.
     """
     folder = Path(folder)
-    endings = (".png", ".jpg", ".jpeg", ".webp")
-    names = {file.name for file in folder.glob("*") if file.suffix.lower() in endings}
+    files = {file.name: file for file in sorted(folder.glob("*"))}
+    for name in files:
+        if name.lower().endswith((".heic", ".heif")):
+            raise ValueError(f"{folder / name} is a HEIC photo: export it as JPEG.")
+    names = [name for name in files if name.lower().endswith(ENDINGS)]
     if not names:
-        raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(endings)}.")
-    captions = _read_captions(folder)
-    odd = sorted(captions.keys() ^ names)
-    if odd:
-        lacks = "is not there" if odd[0] in captions else "has no caption"
-        raise ValueError(
-            f"{folder / odd[0]} {lacks}: metadata.jsonl must have a line for each image, "
-            "and no other."
+        raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(ENDINGS)}.")
+    if "metadata.jsonl" in files:
+        captions = _read_metadata(folder / "metadata.jsonl")
+        advice = "metadata.jsonl must have a line for each image, and no other"
+    else:
+        captions = _read_texts(files, names)
+        advice = "write one into a .txt file of the same name, or give one for all by --caption"
+    for name in names:
+        if captions.get(name) is None:
+            if caption is None:
+                raise ValueError(f"{folder / name} has no caption: {advice}.")
+            captions[name] = caption
+    for name, text in captions.items():
+        if name not in names:
+            raise ValueError(f"{folder / name} is not there: {advice}.")
+        if not text:
+            raise ValueError(f"The caption of {folder / name} is empty: write what one sees.")
+
+    cropped, enlarged, images = 0, 0, []
+    for name in captions:
+        image = _open_image(folder / name)
+        cropped += image.width * height != image.height * width
+        enlarged += image.width < width or image.height < height
+        images.append(_fit(image, height, width))
+    if cropped:
+        print(
+            f"{cropped} of {len(images)} images in {folder} have another shape than "
+            f"{width} × {height}: the middle of each is taken."
         )
-    images = [_read_image(folder / name, height, width) for name in captions]
+    if enlarged:
+        print(f"{enlarged} of {len(images)} images in {folder} are small, and enlarged.")
     return np.stack(images), list(captions.values())
 
 
-def _read_captions(folder: Path) -> dict[str, str]:
-    """The caption of each image, by the name of its file."""
-    listed = folder / "metadata.jsonl"
-    if not listed.exists():
-        raise FileNotFoundError(
-            f"{folder} has no metadata.jsonl: write one, with file_name and text for each image."
-        )
+def _read_metadata(file: Path) -> dict[str, str]:
+    """The caption of each image by the name of its file, out of ``metadata.jsonl``."""
     captions = {}
-    for number, line in enumerate(listed.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_read_text(file).splitlines(), 1):
         try:
             entry = json.loads(line)
             captions[entry["file_name"]] = entry["text"].strip()
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
             wanted = '{"file_name": "a.png", "text": "a caption"}'
             raise ValueError(
-                f"Line {number} of {listed} is {line[:50]!r}: write it as {wanted}."
+                f"Line {number} of {file} is {line[:50]!r}: write it as {wanted}."
             ) from None
     return captions
 
 
-def _read_image(file: Path, height: int, width: int) -> np.ndarray:
-    """An image's colours from 0 to 1, float32, (height, width, 3)."""
+def _read_texts(files: dict[str, Path], names: list[str]) -> dict[str, str | None]:
+    """The caption of each image: the lines of the text file beside it, joined, or None."""
+    captions = {}
+    for name in names:
+        text = files.get(f"{files[name].stem}.txt")
+        captions[name] = " ".join(_read_text(text).split()) if text else None
+    return captions
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")  # Windows may write a mark in front
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not in UTF-8: save it as that.") from None
+
+
+def _open_image(file: Path) -> Image.Image:
+    """An image in RGB: the right way up, and on white where it is transparent."""
     try:
         with Image.open(file) as opened:
-            pixels = np.asarray(opened.convert("RGB"), np.float32) / 255
-    except OSError:
+            image = ImageOps.exif_transpose(opened)  # as the camera was held
+            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+                grey = np.asarray(image, np.float32) / 257
+                return Image.fromarray(np.uint8(grey.round())).convert("RGB")
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image)
+            return image.convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError):
         raise ValueError(f"{file} is no image that can be read: get it again.") from None
-    if pixels.shape[:2] != (height, width):
-        found = f"{pixels.shape[0]} × {pixels.shape[1]}"
-        raise ValueError(f"{file} has {found} pixels: crop and resize it to {height} × {width}.")
-    return pixels
+
+
+def _fit(image: Image.Image, height: int, width: int) -> np.ndarray:
+    """The middle of an image, scaled; colours from 0 to 1, float32, (height, width, 3)."""
+    if image.size != (width, height):
+        image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+    return np.asarray(image, np.float32) / 255
 
 
 def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
@@ -232,10 +331,10 @@ def insert_trained(params: dict, trained: dict) -> dict:
 
 def encode_captions(params: dict, config: Config, batch: Batch) -> Condition:
     """What the UNet reads of a batch's captions."""
-    context, pooled = sd.encode_prompts(params, config, batch.ids)
-    if config.is_xl:  # without a negative prompt, its pipeline has zeros in place of encoded text
-        context = jnp.where(batch.is_empty[:, None, None], 0, context)  # (batch, tokens, channels)
-        pooled = jnp.where(batch.is_empty[:, None], 0, pooled)  # (batch, channels)
+    if isinstance(batch.texts, Encoded):
+        context, pooled = batch.texts
+    else:
+        context, pooled = sd.encode_prompts(params, config, batch.texts)
     height = config.pixels_per_latent * batch.latents.shape[1]
     width = config.pixels_per_latent * batch.latents.shape[2]
     sizes = jnp.array([height, width, 0, 0, height, width])
@@ -262,18 +361,29 @@ def loss_fn(trained: dict, params: dict, batch: Batch, config: Config, recipe: R
     condition = encode_captions(params, config, batch)
     noisy, target = add_noise(config.schedule, batch)
     predicted = sd.denoise_step(
-        params, config, noisy, batch.timesteps, condition, guided=False, remat=recipe.remat
+        params,
+        config,
+        noisy,
+        batch.timesteps,
+        condition,
+        guided=False,
+        attention=recipe.attention,
+        remat=recipe.remat,
     )
     errors = jnp.square(predicted - target).mean(axis=(1, 2, 3))  # (batch,)
     return (batch.weights * errors).sum() / batch.weights.sum()
 
 
 def draw_batch(key: jax.Array, config: Config, recipe: Recipe, data: Data) -> Batch:
-    """Choose a step's examples, timesteps and noise by its key."""
+    """Choose a step's examples, timesteps and noise by its key.
+
+    Examples are drawn with replacement: one may come twice in a step, and another not for a while.
+    So a step depends on its key alone, and there is no order of examples to be saved.
+    """
     batch = recipe.batch
     old_key, new_key, order_key, place_key, noise_key, empty_key = jax.random.split(key, 6)
 
-    examples = len(data.ids)
+    examples = len(data.latents)
     chosen = jax.random.randint(new_key, (batch,), 0, data.new)
     # Without examples to rehearse, this range would be empty, and all that are chosen are new.
     end = jnp.maximum(examples, data.new + 1)
@@ -290,14 +400,31 @@ def draw_batch(key: jax.Array, config: Config, recipe: Recipe, data: Data) -> Ba
     timesteps = jnp.minimum(jnp.int32(places * total), total - 1)
 
     is_empty = jax.random.uniform(empty_key, (batch,)) < recipe.dropped
+    caption = jnp.where(is_empty, 0, data.caption[chosen])
     return Batch(
         latents=data.latents[chosen],
-        ids=jnp.where(is_empty[:, None, None], data.empty, data.ids[chosen]),
-        is_empty=is_empty,
+        texts=jax.tree.map(lambda texts: texts[caption], data.texts),
         timesteps=timesteps,
         noise=jax.random.normal(noise_key, (batch, *data.latents.shape[1:])),
-        weights=jnp.ones(batch),
+        weights=jnp.where(chosen < data.new, 1.0, data.prior_weight),
     )
+
+
+def loss_at(timestep: int, trained: dict, params: dict, data: Data, config: Config) -> jax.Array:
+    """The loss of all examples at one timestep, with the same noise in every call, float32, ().
+
+    The loss of a training step depends on the timesteps and the noise that were drawn. This one
+    depends on the model alone, so that it can be compared before and after training.
+    """
+    examples = len(data.latents)
+    batch = Batch(
+        latents=data.latents,
+        texts=jax.tree.map(lambda texts: texts[data.caption], data.texts),
+        timesteps=jnp.full(examples, timestep),
+        noise=jax.random.normal(jax.random.key(0), data.latents.shape),
+        weights=jnp.ones(examples),
+    )
+    return loss_fn(trained, params, batch, config, Recipe())
 
 
 def fill_up(batch: Batch, devices: int) -> Batch:
@@ -372,14 +499,36 @@ def init_state(params: dict, recipe: Recipe, word: bool) -> State:
 
 
 def make_data(
-    params: dict, config: Config, tokenize: Callable, new: tuple, rehearsed: tuple | None = None
+    params: dict,
+    config: Config,
+    tokenize: Callable,
+    new: tuple,
+    rehearsed: tuple | None = None,
+    *,
+    word: bool,
+    prior_weight: float = 1.0,
 ) -> Data:
     """Encode all examples once, before training.
 
-    ``new`` and ``rehearsed`` are what ``read_folder`` gives: images from 0 to 1, float32, (images,
-    height, width, 3), and their captions. Latents are the mean of what the VAE's encoder says,
-    times the VAE's scaling factor.
+    Parameters
+    ----------
+    params, config, tokenize : dict, Config, callable
+        The whole model's. The VAE is not needed again, nor are the text encoders without ``word``.
+    new, rehearsed : tuple
+        What ``read_folder`` gives: images from 0 to 1, float32, (images, height, width, 3), and
+        their captions.
+    word : bool
+        Whether a new word is trained, so that the text encoder has to run in each step.
+    prior_weight : float
+        How much the loss of a rehearsed example counts, beside that of a new one.
+
+    Returns
+    -------
+    Data
+        Latents are the mean of what the VAE's encoder says, times the VAE's scaling factor. Most
+        scripts draw a sample around that mean in each step; without, one encoding is enough.
     """
+    check_between(0, np.inf, prior_weight=prior_weight)
     images, captions = new
     if rehearsed:
         images = np.concatenate([images, rehearsed[0]])
@@ -391,19 +540,45 @@ def make_data(
 
     # One image after another needs little memory.
     latents = [to_latents(params["vae"], image) for image in images]
+
+    different = ["", *sorted(set(captions) - {""})]
+    numbers = {caption: number for number, caption in enumerate(different)}
+    ids = tokenize(different)
     return Data(
         latents=jnp.asarray(np.concatenate(latents)),
-        ids=jnp.asarray(tokenize(captions)),
-        empty=jnp.asarray(tokenize([""])),
+        caption=jnp.array([numbers[caption] for caption in captions], jnp.int32),
+        texts=jnp.asarray(ids) if word else encode_texts(params, config, ids),
         new=jnp.int32(len(new[1])),
+        prior_weight=jnp.float32(prior_weight),
     )
+
+
+def encode_texts(params: dict, config: Config, ids: np.ndarray) -> Encoded:
+    """What the text encoders say of captions, the first of which is the empty one."""
+
+    @jax.jit
+    def encode_one(params: dict, one: jax.Array) -> Encoded:
+        return Encoded(*sd.encode_prompts(params, config, one[None]))
+
+    encoders = {part: weights for part, weights in params.items() if part.startswith("text")}
+    encoded = [jax.device_get(encode_one(encoders, one)) for one in ids]
+    texts = jax.tree.map(lambda *arrays: jnp.asarray(np.concatenate(arrays)), *encoded)
+    if config.is_xl:  # without a negative prompt, its pipeline has zeros in place of encoded text
+        texts = jax.tree.map(lambda array: array.at[0].set(0), texts)
+    return texts
+
+
+def trained_parts(params: dict, word: bool) -> dict:
+    """The parts of a model that a step reads, once ``make_data`` has encoded all examples."""
+    parts = ["unet", "text_encoder"] if word else ["unet"]
+    return {part: params[part] for part in parts}
 
 
 def describe(params: dict, recipe: Recipe, data: Data) -> dict:
     """What a saved state depends on: the recipe, and fingerprints of the model and the examples.
 
     Of the model they cover the first outputs of each layer, which is quick to read, and differs in
-    nearly every other model. The VAE's work is in the examples.
+    nearly every other model. What the VAE does is in the examples.
     """
 
     @jax.jit
@@ -412,8 +587,9 @@ def describe(params: dict, recipe: Recipe, data: Data) -> dict:
 
     model = {part: weights for part, weights in params.items() if part != "vae"}
     return dataclasses.asdict(recipe) | {
+        "prior_weight": float(data.prior_weight),
         "model": _fingerprint(first_outputs(model)),
-        "examples": _fingerprint(data),
+        "examples": _fingerprint(data._replace(prior_weight=jnp.zeros(()))),
     }
 
 
@@ -513,7 +689,7 @@ def train(
     ValueError
         If ``every`` is below 1.
     """
-    check_at_least(1, every=every)
+    check_between(1, np.inf, every=every)
     total = len(state.losses)
     last = total if until is None else min(until, total)
     first = int(state.step) + 1
@@ -522,8 +698,6 @@ def train(
         for done in range(first, last + 1):
             # Without waiting, states and batches would queue in memory.
             state = jax.block_until_ready(step(state, params, data))
-            if done == first:
-                _return_memory()
             passed = time.monotonic() - start
             is_over = passed > seconds
             if done % 10 == 0 or done in (first, last) or is_over:
@@ -546,38 +720,42 @@ def train(
     return state
 
 
-def _return_memory() -> None:
-    """Return to the system the hundreds of MB that the compiler leaves to the C library."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("images", type=Path, help="a folder of images with captions")
+    add("images", type=Path, metavar="photos", help="a folder of pictures with captions")
     add("file", type=Path, help="the LoRA to write, FILE.safetensors")
     add("--model", type=Path, help="a folder in diffusers' format (default: the bundled shapes-sd)")
-    add("--rehearse", type=Path, help="such a folder of what the model should not forget")
+    add("--caption", help="of the pictures that have none of their own")
     add("--word", help="a new word in the captions")
     add("--like", default="", help="what the word may mean at first, in words the model knows")
+    add("--rehearse", type=Path, help="such a folder of what the model should not forget")
+    add(
+        "--prior-weight",
+        type=float,
+        default=1.0,
+        help="how much the loss of a rehearsed example counts (default: %(default)s)",
+    )
     add("--mirror", action="store_true", help="use the new images mirrored as well")
     add("--state", type=Path, help="where states are saved (default: FILE.state)")
     add("--save-every", type=int, default=50, metavar="STEPS", help="default: %(default)s")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     for field in dataclasses.fields(Recipe):
         name = "--" + field.name.replace("_", "-")
+        usual = [getattr(recipe, field.name) for recipe in (Recipe(), FOR_SD, FOR_XL)]
+        said = "default: {} for the bundled models, {} for SD, {} for XL".format(*usual)
         if isinstance(field.default, bool):
-            add(name, action="store_true")
+            add(name, action=argparse.BooleanOptionalAction, default=None, help=said)
         else:
-            add(name, type=type(field.default), default=field.default, help="default: %(default)s")
+            add(name, type=type(field.default), help=said)
     options = parser.parse_args(arguments)
     try:
         fine_tune(options)
-    except (FileNotFoundError, ValueError) as error:
-        print(error, file=sys.stderr)
+    except (OSError, ValueError, SafetensorError) as error:
+        sentence = " ".join(str(error).split())
+        print(sentence, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(
@@ -588,36 +766,90 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def fine_tune(options: argparse.Namespace) -> None:
-    """What the command does."""
-    names = [field.name for field in dataclasses.fields(Recipe)]
-    recipe = Recipe(**{name: getattr(options, name) for name in names})
-    check_at_least(1, save_every=options.save_every)
+def read_recipe(options: argparse.Namespace, config: Config) -> Recipe:
+    """The usual recipe for a model, with what the command's options say otherwise."""
+    given = {}
+    for field in dataclasses.fields(Recipe):
+        value = getattr(options, field.name)
+        if value is not None:
+            given[field.name] = value
+    return dataclasses.replace(usual_recipe(config), **given)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` if options are out of range or do not go together."""
+    check_between(1, np.inf, save_every=options.save_every)
+    check_between(0, np.inf, prior_weight=options.prior_weight)
     if bool(options.word) != bool(options.like):
         raise ValueError(
             "Give --word and --like together: the new word, and what it may mean at first."
         )
+    if options.rehearsed and not options.rehearse:
+        raise ValueError(
+            f"--rehearsed {options.rehearsed} needs examples to rehearse: "
+            "give their folder by --rehearse."
+        )
+    if options.file.suffix != ".safetensors" or options.file.is_dir():
+        raise ValueError(f"{options.file} is no name for a LoRA: choose one as lora.safetensors.")
 
+
+def check_word(word: str, captions: list[str], tokenize: Callable, config: Config) -> None:
+    """Raise ``ValueError`` if no caption has the new word, and say how many have not."""
+    number = config.text[0].vocab_size - 1
+    has_word = (tokenize(captions)[:, 0] == number).any(axis=1)
+    if not has_word.any():
+        raise ValueError(
+            f"The word {word!r} stands in no caption, so it would learn nothing: write it into "
+            f"them, for example {f'a photo of a {word}'!r}."
+        )
+    if not has_word.all():
+        lacking = captions[int(has_word.argmin())]
+        print(
+            f"{(~has_word).sum()} of {len(captions)} captions do not have the word {word!r}: "
+            f"{lacking!r} is one."
+        )
+
+
+def fine_tune(options: argparse.Namespace) -> None:
+    """What the command does."""
+    check_options(options)
     model = options.model or bundled_checkpoint("shapes-sd").source
     params, config, tokenize = sd.load(model, options.dtype)
+    recipe = read_recipe(options, config)
+    print(recipe)
     side = config.unet.sample_size * config.pixels_per_latent
-    images, captions = read_folder(options.images, side, side)
-    if options.mirror:
-        mirrored = images[:, :, ::-1]
-        images = np.concatenate([images, mirrored])
-        captions = captions + captions
+    images, captions = read_folder(options.images, side, side, options.caption)
     rehearsed = None
     if options.rehearse:
         rehearsed = read_folder(options.rehearse, side, side)
     if options.word:
         params, config, tokenize = add_word(params, config, tokenize, options.word, options.like)
-    data = make_data(params, config, tokenize, (images, captions), rehearsed)
-    del params["vae"]  # which made the latents, and is not needed again
+        check_word(options.word, captions, tokenize, config)
+    if options.mirror:
+        mirrored = images[:, :, ::-1]
+        images = np.concatenate([images, mirrored])
+        captions = captions + captions
+    has_word = bool(options.word)
+    data = make_data(
+        params,
+        config,
+        tokenize,
+        (images, captions),
+        rehearsed,
+        word=has_word,
+        prior_weight=options.prior_weight,
+    )
+    params = trained_parts(params, has_word)
+    if recipe.attention == "flash" and jax.device_count() > 1:
+        raise ValueError(
+            f"The compiler cannot split the flash kernel over {jax.device_count()} devices: "
+            "leave --attention out."
+        )
 
     folder = options.state or options.file.with_suffix(".state")
     saver = Saver(folder, describe(params, recipe, data))
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    state = init_state(params, recipe, bool(options.word))
+    state = init_state(params, recipe, has_word)
     state, params, data = jax.device_put((state, params, data), NamedSharding(mesh, P()))
     state = saver.restore(state)
     print(
@@ -627,7 +859,7 @@ def fine_tune(options: argparse.Namespace) -> None:
     step = compile_step(config, recipe, mesh)
     state = train(step, state, params, data, saver=saver, every=options.save_every)
 
-    save_lora(options.file, state.trained["lora"])
+    save_lora(options.file, state.trained["lora"], config)
     written = [options.file]
     if options.word:
         save_word(options.file, options.word, state.trained["word"])

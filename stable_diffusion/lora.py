@@ -1,8 +1,8 @@
 """LoRA: pairs of small matrices whose products are added to a model's weights (arXiv:2106.09685).
 
 Files are read in the formats of diffusers and PEFT, and of kohya's scripts (``lora_unet_…``), and
-written in the former. A LoRA may come with a new word, whose embedding is in a file beside it
-(textual inversion, arXiv:2208.01618).
+written in the latter, which most programs read. A LoRA may come with a new word, whose embedding is
+in a file beside it (textual inversion, arXiv:2208.01618).
 """
 
 import json
@@ -226,19 +226,68 @@ def _scale_by_options(options: dict, part: str, layer: str, rank: int) -> float:
     return alpha / rank
 
 
-def save_lora(file: str | Path, lora: dict[str, dict[str, Pair]], dtype: Any = np.float16) -> None:
-    """Write a LoRA for diffusers on PyTorch (``load_lora_weights``) and ``read_lora``."""
+def save_lora(
+    file: str | Path, lora: dict[str, dict[str, Pair]], config: Config, dtype: Any = np.float16
+) -> None:
+    """Write a LoRA by the names of kohya's scripts, which other programs read as well.
+
+    diffusers (``load_lora_weights``), ComfyUI, kohya's scripts and ``read_lora`` find every key in
+    it. Each layer has three arrays: ``lora_down``, ``lora_up``, and alpha. A program adds their
+    product alpha / rank times. Here alpha is the rank, so it is added as it was trained.
+
+    Parameters
+    ----------
+    file : str or Path
+        It is there whole or not at all. Its folder is made if it is not there.
+    lora : dict
+        For each part, pairs by the name of the weight that they change.
+    config : Config
+        The model's. In a file for Stable Diffusion XL, the UNet's layers have the names of the
+        original layout, since kohya's scripts train that one.
+    dtype : dtype
+        Of what is written.
+    """
     tensors = {}
     for part, pairs in lora.items():
         downs = unstack_layers({name: pair.down for name, pair in pairs.items()})
         ups = unstack_layers({name: pair.up for name, pair in pairs.items()})
-        for name in downs:
-            layer = f"{part}.{name.removesuffix('.weight')}"
-            tensors[f"{layer}.lora_A.weight"] = to_channels_first(name, downs[name]).astype(dtype)
-            tensors[f"{layer}.lora_B.weight"] = to_channels_first(name, ups[name]).astype(dtype)
-    file = Path(file)
+        for name, down in downs.items():
+            layer = _kohya_name(part, name, config)
+            rank = down.shape[-1]
+            tensors[f"{layer}.lora_down.weight"] = to_channels_first(name, down).astype(dtype)
+            tensors[f"{layer}.lora_up.weight"] = to_channels_first(name, ups[name]).astype(dtype)
+            tensors[f"{layer}.alpha"] = np.asarray(rank, dtype)
+    _save_whole(tensors, Path(file), {"ss_network_module": "networks.lora"})
+
+
+def _kohya_name(part: str, name: str, config: Config) -> str:
+    """What kohya's scripts call a weight's layer: ``lora_unet_mid_block_resnets_0_conv1``."""
+    if part == "unet":
+        prefix = "lora_unet"
+        if config.is_xl:
+            name = name_unet(name, config)
+    elif part == "text_encoder_2":
+        prefix = "lora_te2"
+    elif config.is_xl:
+        prefix = "lora_te1"
+    else:
+        prefix = "lora_te"
+    layer = name.removesuffix(".weight").replace(".", "_")
+    return f"{prefix}_{layer}"
+
+
+def _save_whole(tensors: dict[str, np.ndarray], file: Path, metadata: dict[str, str]) -> None:
+    """Write safetensors beside the file, and move them there once they are whole.
+
+    So a disk that is full leaves an earlier file as it was.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file, metadata={"format": "pt"})
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"} | metadata)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
@@ -392,11 +441,11 @@ def word_file(file: str | Path) -> Path:
 def save_word(file: str | Path, word: str, embedding: jax.Array) -> None:
     """Write the embedding of a LoRA's word, (channels,), into a file beside the LoRA's.
 
-    It is for diffusers on PyTorch (``load_textual_inversion``) and ``read_word``.
+    It is for diffusers on PyTorch (``load_textual_inversion``), ComfyUI's folder of embeddings, and
+    ``read_word``.
     """
-    file = word_file(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({word: np.asarray(embedding, np.float32)}, file, metadata={"format": "pt"})
+    tensors = {word: np.asarray(embedding, np.float32)}
+    _save_whole(tensors, word_file(file), {})
 
 
 def read_word(

@@ -323,7 +323,7 @@ def test_a_lora_is_taken_out_again_to_rounding(models, loras, name):
 @pytest.mark.parametrize("name", LORAS)
 def test_a_lora_that_is_saved_is_read_again(models, loras, name, tmp_path):
     params, config, _ = models[ARCHITECTURES[name]]
-    lora.save_lora(tmp_path / "new" / "lora.safetensors", loras[name], np.float32)
+    lora.save_lora(tmp_path / "new" / "lora.safetensors", loras[name], config, np.float32)
     assert same(lora.read_lora(tmp_path / "new" / "lora.safetensors", params, config), loras[name])
 
 
