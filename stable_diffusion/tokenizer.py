@@ -82,10 +82,10 @@ def read_tokenizer(folder: str | Path) -> Encoder:
     The folder has ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``.
     """
     folder = Path(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    vocabulary = json.loads((folder / "vocab.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     merges = []
-    for line in (folder / "merges.txt").read_text().splitlines():
+    for line in (folder / "merges.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#version"):
             merges.append(tuple(line.split()))
 

@@ -654,7 +654,7 @@ BAD_FOLDERS = {
     "a different part": (with_a_different_part, "unet has"),
     "whole numbers": (
         rewritten(UNET, lambda tensors: tensors | {BIAS: tensors[BIAS].astype(np.int8)}),
-        "numbers as I8: get float32",
+        "numbers as int8: get float32",
     ),
 }
 
