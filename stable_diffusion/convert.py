@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -536,7 +535,7 @@ def copy_settings(
                 if file.name.endswith("config.json"):
                     _write_json(copy, _without_flax(_read_json(file)))
                 else:
-                    shutil.copyfile(file, copy)
+                    copy.write_bytes(file.read_bytes())
         else:
             index[name] = [None, None]  # as diffusers writes it
     index = _without_flax(index)

@@ -352,9 +352,10 @@ def save_lora(file: str | Path, lora: dict[str, dict[str, Pair]], dtype: Any = n
 def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
     """Add a LoRA to parameters, ``scale`` times.
 
-    The result is a new dictionary, whose other arrays are the old ones. Merged with minus the scale,
-    a LoRA is taken out again up to rounding, which in bfloat16 is 1 in 256: there, keep the old
-    parameters. Merge before you quantize: weights in int8 raise ``ValueError``.
+    The result is a new dictionary, whose other arrays are the old ones. To take the LoRA out again,
+    merge it with minus the scale: that gives the old numbers up to rounding, which in bfloat16 is 1
+    in 256, so keep the old parameters there. Merge before you quantize: weights in int8 raise
+    ``ValueError``.
     """
     merged = dict(params)
     for part, pairs in lora.items():
@@ -455,42 +456,54 @@ def add_word(
     ValueError
         If the model has two text encoders, or has the word already, or it is no word.
     """
-    encoder = tokenize.encoders[0]
-    table = params["text_encoder"][EMBEDDINGS]
-    known = table[np.array(encoder.split(like))]  # (tokens, channels)
-    return _append_word(params, config, tokenize, word, known.mean(axis=0))
-
-
-def _append_word(
-    params: dict, config: Config, tokenize: Tokenizer, word: str, embedding: jax.Array
-) -> tuple[dict, Config, Tokenizer]:
-    """Give a model one more word with this embedding, (channels,), as ``add_word`` does."""
     if config.is_xl:
         raise ValueError(
             "Stable Diffusion XL has two text encoders, and gets no new word here: "
             "use words that it knows."
         )
     encoder = tokenize.encoders[0]
-    if not re.fullmatch(r"\w+", word) or len(encoder.split(word)) == 1:
+    if not re.fullmatch(r"\w+", word):
         raise ValueError(
             f"{word!r} is no new word: "
             "choose one without spaces and signs that the model does not know."
         )
-    tokenize = tokenize.with_word(word)
     table = params["text_encoder"][EMBEDDINGS]
-    (number,) = tokenize.encoders[0].split(word)
-    if number != len(table):
+    known = table[np.array(encoder.split(like))]  # (tokens, channels)
+    vectors = {"text_encoder": known.mean(axis=0)[None]}
+    return _append_word(params, config, tokenize, word, vectors)
+
+
+def _append_word(
+    params: dict, config: Config, tokenize: Tokenizer, word: str, vectors: dict[str, jax.Array]
+) -> tuple[dict, Config, Tokenizer]:
+    """Give a model one more word.
+
+    For each text encoder there are the embeddings of the tokens that the word stands for, (tokens,
+    channels).
+    """
+    if not word.strip() or len(word.split()) > 1 or len(tokenize.encoders[0].split(word)) == 1:
         raise ValueError(
-            f"The tokenizer knows {number} tokens, and the table of embeddings has {len(table)} "
-            "rows: choose a model in which they are as many."
+            f"{word!r} is no new word: "
+            "choose one without spaces and signs that the model does not know."
         )
-    row = embedding.astype(table.dtype)[None]
-    changed = {EMBEDDINGS: jnp.concatenate([table, row])}
-    params = params | {"text_encoder": params["text_encoder"] | changed}
-    # Where a configuration does not know its end token, the largest id is taken for it, which is
-    # the word's now.
-    text = replace(config.text[0], vocab_size=len(table) + 1, eos_token_id=encoder.end)
-    return params, replace(config, text=(text,)), tokenize
+    number = len(vectors["text_encoder"])
+    tokenize = tokenize.with_word(word, number)
+    changed = dict(params)
+    texts = []
+    for part, encoder, text in zip(vectors, tokenize.encoders, config.text, strict=True):
+        table = params[part][EMBEDDINGS]
+        first, *_ = encoder.split(word)
+        if first != len(table):
+            raise ValueError(
+                f"The tokenizer knows {first} tokens, and the table of embeddings has {len(table)} "
+                "rows: choose a model in which they are as many."
+            )
+        rows = jnp.asarray(vectors[part]).astype(table.dtype)
+        changed[part] = params[part] | {EMBEDDINGS: jnp.concatenate([table, rows])}
+        # Where a configuration does not know its end token, the largest id is taken for it, which
+        # is the word's now.
+        texts.append(replace(text, vocab_size=len(table) + number, eos_token_id=encoder.end))
+    return changed, replace(config, text=tuple(texts)), tokenize
 
 
 def word_file(file: str | Path) -> Path:
@@ -530,17 +543,71 @@ def read_word(
     FileNotFoundError, ValueError
         If the file is missing, damaged or for a different model.
     """
-    file = word_file(file)
+    return read_embedding(word_file(file), params, config, tokenize)
+
+
+# What files for Stable Diffusion XL call the embeddings of its two text encoders.
+XL_EMBEDDINGS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
+
+
+def read_embedding(
+    file: str | Path, params: dict, config: Config, tokenize: Tokenizer, word: str | None = None
+) -> tuple[dict, Config, Tokenizer]:
+    """Give a model a word with trained embeddings (textual inversion).
+
+    Parameters
+    ----------
+    file : str or Path
+        Safetensors with one array, which has the word for its name, as diffusers writes it; with
+        ``emb_params``, as other programs do; or with ``clip_l`` and ``clip_g``, for Stable
+        Diffusion XL. A word may stand for several tokens.
+    params, config, tokenize : dict, Config, Tokenizer
+        From ``stable_diffusion.load``.
+    word : str, optional
+        What to call it in prompts. By default it is what the file says, or else the file's name.
+
+    Returns
+    -------
+    params, config, tokenize : dict, Config, Tokenizer
+        As of ``add_word``.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If the file is missing, damaged, a pickle, or for a different model.
+    """
+    file = Path(file)
     arrays, _ = map_safetensors(file)
-    if len(arrays) != 1:
+    if arrays.keys() == XL_EMBEDDINGS.keys():
+        found = {part: arrays[name] for name, part in XL_EMBEDDINGS.items()}
+        name = file.stem
+    elif len(arrays) == 1:
+        ((name, value),) = arrays.items()
+        found = {"text_encoder": value}
+        if name == "emb_params":
+            name = file.stem
+    else:
         raise ValueError(
             f"{file} has {len(arrays)} arrays: "
             "give one with one array, the embedding, named by its word."
         )
-    ((word, embedding),) = arrays.items()
-    channels = config.text[0].hidden_size
-    if embedding.shape != (channels,):
+    if len(found) != len(config.text):
+        kinds = {1: "with one text encoder", 2: "with two text encoders, as Stable Diffusion XL"}
         raise ValueError(
-            f"{file} has a vector of {embedding.shape}, and this model's have {channels} numbers."
+            f"{file} is for a model {kinds[len(found)]}, and this one has {len(config.text)}: "
+            "take one for this model."
         )
-    return _append_word(params, config, tokenize, word, jnp.asarray(embedding))
+    vectors = {}
+    for (part, value), text in zip(found.items(), config.text, strict=True):
+        check_numbers(file, value)
+        # An array with two axes was turned around as a linear layer's weight is.
+        value = value.T if value.ndim == 2 else value
+        if value.shape[-1:] != (text.hidden_size,) or value.ndim > 2:
+            raise ValueError(
+                f"{file} has a vector of {value.shape}, and this model's have {text.hidden_size} "
+                "numbers."
+            )
+        vectors[part] = np.float32(value).reshape(-1, text.hidden_size)
+    if len({len(rows) for rows in vectors.values()}) > 1:
+        raise ValueError(f"{file} has not as many vectors for both text encoders: get it again.")
+    return _append_word(params, config, tokenize, word or name, vectors)
