@@ -177,6 +177,7 @@ class Layout(NamedTuple):
 # Stable Diffusion XL save the older models by XL's prefixes, some put diffusers' folders into one
 # file, and a part may be alone in its file, without a prefix.
 ALONE = {
+    "unet": [Layout("", "original"), Layout("", "diffusers")],
     "vae": [Layout("", "original"), Layout("", "diffusers")],
     "text_encoder": [Layout("", "diffusers"), Layout("", "open_clip")],
     "text_encoder_2": [Layout("", "diffusers"), Layout("", "open_clip")],
@@ -193,6 +194,11 @@ LAYOUTS = {
         Layout("text_encoder.", "diffusers"),
     ],
     "text_encoder_2": [Layout(XL_TEXT_2, "open_clip"), Layout("text_encoder_2.", "diffusers")],
+}
+# What the names of a part begin with that is alone in its file.
+BEGINNINGS = {
+    "unet": ("input_blocks.", "output_blocks.", "down_blocks.", "up_blocks."),
+    "vae": ("encoder.", "decoder."),
 }
 # A name by which one sees whether a part is there in some layout.
 PROBES = {
@@ -252,21 +258,30 @@ def read_single_file(
     found, _ = map_safetensors(file)
     _check_kind(file, found, config)
     others = {"vae": vae, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}
-    params = {}
-    for part, shapes in parameter_shapes(config).items():
-        needed = unstack_layers(shapes)
+    layouts = {}
+    missing = []
+    needed = parameter_shapes(config)
+    for part in needed:
         if others.get(part) is not None:
-            params[part] = _read_other(Path(others[part]), part, needed, config)
             continue
-        layout = _find_layout(found, LAYOUTS[part], part, config)
-        if layout is None:
-            option = part.replace("_", "-")
-            advice = f"give one by --{option}" if part in ALONE else "get one with all parts"
-            raise ValueError(
-                f"{file} has no {part} in it, or is for a different model: {advice}. "
-                f"{_whose(found)}"
-            )
-        params[part] = _read_part_of(file, found, layout, part, needed, config)
+        known = LAYOUTS[part] + (ALONE["unet"] if part == "unet" else [])
+        layouts[part] = _find_layout(found, known, part, config)
+        if layouts[part] is None:
+            missing.append(part)
+    if missing:
+        options = " and ".join(f"--{part.replace('_', '-')}" for part in missing if part in others)
+        advice = f"give it by {options}" if options else "get one with all parts"
+        raise ValueError(
+            f"{file} has no {' and '.join(missing)} in it, or is for a different model: {advice}. "
+            f"{_whose(found)}"
+        )
+    params = {}
+    for part, shapes in needed.items():
+        shapes = unstack_layers(shapes)
+        if others.get(part) is not None:
+            params[part] = _read_other(Path(others[part]), part, shapes, config)
+        else:
+            params[part] = _read_part_of(file, found, layouts[part], part, shapes, config)
     return params
 
 
@@ -313,8 +328,8 @@ def _read_part_of(
     unused = []
     for name in found.keys() - used:
         # A text encoder may have more layers than are used, and numbers of positions.
-        is_of_part = name.startswith(layout.prefix or ("encoder.", "decoder."))
-        if part in ("unet", "vae") and is_of_part and ".loss." not in name:
+        is_of_part = name.startswith(layout.prefix or BEGINNINGS.get(part, ()))
+        if part in BEGINNINGS and is_of_part and ".loss." not in name:
             unused.append(name)
     if unused:
         raise ValueError(
@@ -369,7 +384,8 @@ def _check_kind(file: Path, found: dict, config: Config) -> None:
                 f"{file} is for {kind}: this model is Stable Diffusion 1, 2 or XL, so take a "
                 "file for one of these."
             )
-    for name in (f"{UNET}input_blocks.0.0.weight", "unet.conv_in.weight"):
+    first = "input_blocks.0.0.weight"
+    for name in (f"{UNET}{first}", first, "unet.conv_in.weight", "conv_in.weight"):
         if name in found and found[name].shape[2] > config.unet.out_channels:
             raise ValueError(
                 f"{file} has a UNet with {found[name].shape[2]} channels in, as for inpainting: "
