@@ -108,8 +108,8 @@ KINDS = [
         "only-unet",
         "a UNet alone",
         False,
-        "give the other parts by `--vae` and `--text-encoder`",
-        "has no text_encoder in it",
+        "with `--vae` and `--text-encoder` it reads",
+        "has no vae and text_encoder in it",
     ),
     Kind(
         SINGLE,

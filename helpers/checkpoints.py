@@ -303,8 +303,14 @@ def find_folder(name: str | Path, weights: bool = True, variant: str | None = No
 @contextmanager
 def _explain_hub_errors(name: str, hub_id: str) -> Iterator[None]:
     """Turn errors of the Hub's client into one sentence."""
+    no_network = (
+        f"{name} cannot be had, as the Hugging Face Hub cannot be reached (is the internet "
+        "switched on?)"
+    )
     try:
         yield
+    except errors.LocalEntryNotFoundError:  # of a whole repository: it is not here, either
+        raise RuntimeError(no_network) from None
     except errors.HfHubHTTPError as error:
         raise RuntimeError(
             f"The Hub does not give {name} ({type(error).__name__}): look at "
@@ -312,10 +318,7 @@ def _explain_hub_errors(name: str, hub_id: str) -> Iterator[None]:
             "have to accept its licence."
         ) from error
     except (OSError, errors.HTTPError):  # of the HTTP client, which differs from version to version
-        raise RuntimeError(
-            f"{name} cannot be had, as the Hugging Face Hub cannot be reached (is the internet "
-            "switched on?)"
-        ) from None
+        raise RuntimeError(no_network) from None
 
 
 def _ready(checkpoint: Checkpoint) -> Checkpoint:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -70,7 +69,7 @@ def in_8_bits(tensors: dict) -> dict:
     changed = dict(tensors)
     for name, value in tensors.items():
         if name.startswith("model.diffusion_model."):
-            changed[name] = value.astype(ml_dtypes.float8_e4m3fn)
+            changed[name] = value.astype(jnp.float8_e4m3fn)
     return changed
 
 
@@ -90,10 +89,14 @@ def edit_json(file: Path, change: Callable[[dict], dict]) -> None:
 
 def save(tensors: dict, file: Path, metadata: dict | None = None) -> Path:
     """Write safetensors, and give the file's place."""
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, file, metadata)
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in tensors.items()}, file, metadata
+    )
     return file
 
 
 def is_same(params: dict, others: dict) -> bool:
     """Whether two models have the same numbers."""
-    return jax.tree.all(jax.tree.map(lambda x, y: np.array_equal(x, jnp.asarray(y)), params, others))
+    return jax.tree.all(
+        jax.tree.map(lambda x, y: np.array_equal(x, jnp.asarray(y)), params, others)
+    )
