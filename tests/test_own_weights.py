@@ -372,16 +372,7 @@ def test_the_command_keeps_the_dtype_of_the_files(models, loras, tmp_path, monke
     rounded, _, _ = sd.load(source, variant="half")
     expected = lora.merge(rounded, loras["kohya"], 0.5)["unet"]["conv_in.weight"]
     assert np.array_equal(found["conv_in.weight"], expected.astype(dtype))
-    run_command(
-        course.lora,
-        monkeypatch,
-        source,
-        tmp_path / "new",
-        lora_file,
-        *options,
-        "--dtype",
-        "float32",
-    )
+    run_command(course.lora, monkeypatch, *inputs, "--dtype", "float32")
     found, _ = map_safetensors(tmp_path / "new" / UNET)
     assert np.array_equal(found["conv_in.weight"], expected)
 
