@@ -237,7 +237,8 @@ def mark_times(app, doctree):
 
 def stack_wide_tables(app, doctree):
     """Mark tables whose cells are sentences: a phone shows the cells of a row below each other."""
-    if app.env.docname in ("docs/troubleshooting", "docs/original-guides", "docs/teach"):
+    names = ("original-guides", "teach", "troubleshooting", "which-files")
+    if app.env.docname.removeprefix("docs/") in names:
         for table in doctree.findall(nodes.table):
             table["classes"].append("stacked")
 
