@@ -17,14 +17,17 @@ import jax.numpy as jnp
 from helpers import find_folder
 from stable_diffusion import read_config
 from stable_diffusion.convert import read_schedule, read_single_file, save
+from stable_diffusion.weights import PICKLE_SUFFIXES
 
 DTYPES = ("float32", "float16", "bfloat16")
 
 
 def file_or_folder(name: str | None) -> Path | None:
-    """What a part is read from: a file that is there, or a folder, which may be on the Hub."""
-    if name is None or Path(name).suffix:
-        return name and Path(name)
+    """What a part is read from: a file, or a folder, which may be on the Hub."""
+    if name is None:
+        return None
+    if Path(name).suffix in (".safetensors", ".gguf", *PICKLE_SUFFIXES):
+        return Path(name)
     return find_folder(name)
 
 

@@ -249,7 +249,7 @@ def write_math(translator, node):
     """Write a formula as MathML, which browsers show by themselves."""
     is_block = isinstance(node, nodes.math_block)
     formula = tex2mathml(node.astext(), as_block=is_block)
-    translator.body.append(f"<div>{formula}</div>" if is_block else formula)
+    translator.body.append(f"<p>{formula}</p>" if is_block else formula)
     raise nodes.SkipNode
 
 
