@@ -177,6 +177,14 @@ KINDS = [
         "only says where the file is",
     ),
     Kind(
+        SINGLE,
+        "page",
+        "a web page in place of a file, as a download without a login gives it",
+        False,
+        "log in, and download it from its page",
+        "is a web page",
+    ),
+    Kind(
         FOLDER,
         "folder",
         "diffusers' format with safetensors in float32, float16 or bfloat16, or Flax weights",

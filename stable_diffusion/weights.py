@@ -344,6 +344,11 @@ def _refuse_other_kinds(file: Path, start: bytes) -> None:
             f"{file} is GGUF, whose numbers are in blocks of 2 to 8 bits: get the model as "
             "safetensors in float16 or bfloat16."
         )
+    if start.lstrip().startswith(b"<"):
+        raise ValueError(
+            f"{file} is a web page, as sites give it to those who have to log in: download the "
+            "file in a browser, or give a token."
+        )
     if start.startswith(b"version https://"):
         raise ValueError(
             f"{file} only says where the file is (Git LFS): run `git lfs pull`, or download it "

@@ -287,6 +287,11 @@ def lfs(bench):
     convert.read_single_file(bench.file, bench.config)
 
 
+def page(bench):
+    bench.file.write_bytes(b"\n<!DOCTYPE html><html>Log in, please</html>")
+    convert.read_single_file(bench.file, bench.config)
+
+
 # Folders.
 
 
@@ -520,6 +525,7 @@ CASES = {
     "gguf": gguf,
     "pickle": pickle,
     "lfs": lfs,
+    "page": page,
     "folder": folder_in_any_dtype,
     "variant": variant,
     "shards": shards,
