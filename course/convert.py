@@ -1,36 +1,74 @@
-"""Write a folder for PyTorch's diffusers: ``python -m course.convert MODEL FOLDER --like SOURCE``.
+"""Make a folder in diffusers' format: ``python -m course.convert FILE FOLDER --like SOURCE``.
 
-The command takes one file in the original layout, as on sites where models are shared, and writes a
-folder in diffusers' format. Such a file has no configuration and no tokenizer: they are taken from
-the folder SOURCE, for a model of the same kind, whose own parameters are not looked at.
+The command takes one file with a whole model, as on sites where models are shared, and writes a
+folder that this course and PyTorch's diffusers load. Such a file has no configuration and no
+tokenizer: they are taken from SOURCE, a folder or a Hub id of a model of the same kind, whose own
+parameters are not looked at.
+
+``--vae FILE`` puts another VAE into the model, and ``--text-encoder`` another text encoder.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+
+from helpers import find_folder
 from stable_diffusion import read_config
-from stable_diffusion.convert import read_single_file, save
+from stable_diffusion.convert import read_schedule, read_single_file, save
+from stable_diffusion.weights import PICKLE_SUFFIXES
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def file_or_folder(name: str | None) -> Path | None:
+    """What a part is read from: a file, or a folder, which may be on the Hub."""
+    if name is None:
+        return None
+    if Path(name).suffix in (".safetensors", ".gguf", *PICKLE_SUFFIXES):
+        return Path(name)
+    return find_folder(name)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path, help="one file in the original layout")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=Path, help="safetensors with a whole model")
     parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument(
-        "--like",
-        type=Path,
-        required=True,
-        help="a folder with the configuration and the tokenizers",
+        "--like", required=True, help="a folder or Hub id with the configuration and the tokenizers"
     )
+    parser.add_argument("--vae", help="a file, folder or Hub id to take the VAE from")
+    parser.add_argument("--text-encoder", help="the same for the text encoder")
+    parser.add_argument("--text-encoder-2", help="and for the second one of Stable Diffusion XL")
+    parser.add_argument(
+        "--prediction",
+        choices=("epsilon", "v_prediction"),
+        help="what the model predicts; by default what the file says, or else SOURCE",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the numbers; by default as in the file")
     arguments = parser.parse_args()
     try:
-        params = read_single_file(arguments.file, read_config(arguments.like))
-        save(params, arguments.like, arguments.folder)
-    except (OSError, ValueError) as error:
+        like = find_folder(arguments.like, weights=False)
+        config = read_config(like)
+        params = read_single_file(
+            arguments.file,
+            config,
+            vae=file_or_folder(arguments.vae),
+            text_encoder=file_or_folder(arguments.text_encoder),
+            text_encoder_2=file_or_folder(arguments.text_encoder_2),
+        )
+        schedule = read_schedule(arguments.file, config, arguments.prediction)
+        dtype = arguments.dtype and jnp.dtype(arguments.dtype)
+        save(params, like, arguments.folder, dtype, schedule)
+    except (OSError, ValueError, RuntimeError) as error:
         sys.exit(str(error))
     counts = ", ".join(f"{part} {len(values)}" for part, values in params.items())
     print(f"Wrote {arguments.folder}, with so many parameters: {counts}.")
+    print(f"The model predicts {schedule.prediction_type}.", end="")
+    print(" It was trained down to pure noise." if schedule.rescale_betas_zero_snr else "")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,22 @@
 """Build LoRA files into a model: ``python -m course.lora SOURCE FOLDER FILE=SCALE [FILE=SCALE …]``.
 
-The command adds them to the model in the folder SOURCE, and writes a folder that diffusers loads on
-PyTorch as well.
+The command adds them to the model SOURCE, a folder in diffusers' format or a Hub id, and writes a
+folder that diffusers loads on PyTorch as well. Sums are made in float32, and saved in the dtype
+that the model's files have.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+
 import stable_diffusion
+from course.convert import DTYPES
+from helpers import find_folder
 from stable_diffusion.convert import save
 from stable_diffusion.lora import merge, read_lora
+from stable_diffusion.weights import stored_dtypes
 
 
 def file_and_scale(argument: str) -> tuple[Path, float]:
@@ -20,21 +26,29 @@ def file_and_scale(argument: str) -> tuple[Path, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", type=Path, help="a folder in diffusers' format")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", help="a folder in diffusers' format, or a Hub id")
     parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument("loras", nargs="+", type=file_and_scale, metavar="FILE=SCALE")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--variant", help="the word in the names of the model's files, as fp16")
+    parser.add_argument("--dtype", choices=DTYPES, help="to save in; by default as the model is")
     arguments = parser.parse_args()
     try:
-        params, config, _ = stable_diffusion.load(arguments.source, arguments.dtype)
+        source = find_folder(arguments.source, variant=arguments.variant)
+        params, config, _ = stable_diffusion.load(source, variant=arguments.variant)
         for file, scale in arguments.loras:
             lora = read_lora(file, params, config)
             params = merge(params, lora, scale)
             counts = " and ".join(f"{len(pairs)} weights of {part}" for part, pairs in lora.items())
             print(f"Added {file}, {scale} times, to {counts}.")
-        save(params, arguments.source, arguments.folder)
-    except (OSError, ValueError) as error:
+        if arguments.dtype:
+            dtype = jnp.dtype(arguments.dtype)
+        else:
+            dtype = stored_dtypes(source, config, arguments.variant)
+        save(params, source, arguments.folder, dtype)
+    except (OSError, ValueError, RuntimeError) as error:
         sys.exit(str(error))
     print(f"Wrote {arguments.folder}.")
 

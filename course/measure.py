@@ -152,7 +152,7 @@ def measure(
 
 def read_measured(file: Path) -> Measured:
     """What a file of ``benchmarks/measured`` holds; a TypeError if its fields are not these."""
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     content["seconds"] = tuple(content["seconds"])
     return Measured(**content)
 
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = f"{found.model}-{found.device_kind}-{found.attention}-{found.date}"
     file = folder / f"{name.replace(' ', '-').lower()}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+    file.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n", encoding="utf-8")
     print(
         f"{found.model}, {found.steps} steps, batch {found.batch}, on {found.device_kind}: "
         f"{found.steady:.3g} s."

@@ -63,7 +63,7 @@ class Split:
 def recorded_splits() -> dict[str, Split]:
     """The recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
     found = {}
-    content = json.loads(find_data("benchmarks/shardings.json").read_text())
+    content = json.loads(find_data("benchmarks/shardings.json").read_text(encoding="utf-8"))
     for name, split in content.items():
         found[name] = Split(
             mesh=split["mesh"],

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
 from sphinx.locale import _ as translate
 from sphinx.search.en import SearchEnglish
@@ -79,7 +80,8 @@ nitpick_ignore_regex = [
 nb_execution_mode = "off"
 nb_merge_streams = True
 nb_render_markdown_format = "myst"  # which has tables
-myst_enable_extensions = ["deflist", "attrs_block"]
+myst_enable_extensions = ["deflist", "attrs_block", "dollarmath"]
+html_math_renderer = "mathml"
 myst_heading_anchors = 3
 suppress_warnings = ["myst.strikethrough"]
 
@@ -237,12 +239,22 @@ def mark_times(app, doctree):
 
 def stack_wide_tables(app, doctree):
     """Mark tables whose cells are sentences: a phone shows the cells of a row below each other."""
-    if app.env.docname in ("docs/troubleshooting", "docs/original-guides", "docs/teach"):
+    names = ("original-guides", "teach", "troubleshooting", "which-files")
+    if app.env.docname.removeprefix("docs/") in names:
         for table in doctree.findall(nodes.table):
             table["classes"].append("stacked")
 
 
+def write_math(translator, node):
+    """Write a formula as MathML, which browsers show by themselves."""
+    is_block = isinstance(node, nodes.math_block)
+    formula = tex2mathml(node.astext(), as_block=is_block)
+    translator.body.append(f"<p>{formula}</p>" if is_block else formula)
+    raise nodes.SkipNode
+
+
 def setup(app):
+    app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
     app.add_search_language(SearchChinese)
     app.connect("html-page-context", add_chapter_links)
     app.connect("html-page-context", add_language_switch)

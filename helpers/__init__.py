@@ -4,7 +4,13 @@ import importlib
 from typing import Any
 
 _NAMES = {
-    "checkpoints": ("Checkpoint", "bundled_checkpoint", "download", "pick_checkpoint"),
+    "checkpoints": (
+        "Checkpoint",
+        "bundled_checkpoint",
+        "download",
+        "find_folder",
+        "pick_checkpoint",
+    ),
     "devices": ("device_report", "require_accelerator", "simulate_devices"),
     "display": ("show_source", "show_table"),
     "errors": ("show_error",),

@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,6 +254,75 @@ def download(checkpoint: Checkpoint, only: list[str] | None = None) -> Path:
     return Path(folder)
 
 
+def find_folder(name: str | Path, weights: bool = True, variant: str | None = None) -> Path:
+    """The folder of a model in diffusers' format that a command was given.
+
+    Parameters
+    ----------
+    name : str or Path
+        A folder; the name of a bundled checkpoint; or a Hub id, owner/name, with @revision behind
+        it if you like. What is on the Hub is downloaded, and kept.
+    weights : bool
+        Whether parameters are needed. Without, a Hub id takes a few megabytes.
+    variant : str, optional
+        The word in the names of the files with parameters, such as "fp16".
+
+    Raises
+    ------
+    RuntimeError
+        If there is nothing of this name, or the Hub cannot be reached.
+    """
+    name = str(name)
+    if Path(name).is_dir():
+        return Path(name)
+    if name in bundled_names():
+        return Path(bundled_checkpoint(name).source)
+    hub_id, _, revision = name.partition("@")
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
+        raise RuntimeError(
+            f"{name} is no folder, no Hub id (owner/name), and no bundled checkpoint "
+            f"({', '.join(bundled_names())}): correct it."
+        )
+    wanted = ["*.json", "*.txt"]
+    unwanted = ["safety_checker/*", "*non_ema*"]
+    if weights and variant:
+        wanted += [f"*{variant}*.safetensors"]
+    elif weights:
+        wanted += ["*/*model.safetensors", "*/*-of-*.safetensors", "*pytorch_model.safetensors"]
+        unwanted += ["*.fp16*"]
+    has_token()  # from here on, the Hub's client knows it
+    with _explain_hub_errors(name, hub_id):
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision or None,
+                allow_patterns=wanted,
+                ignore_patterns=unwanted,
+            )
+        )
+
+
+@contextmanager
+def _explain_hub_errors(name: str, hub_id: str) -> Iterator[None]:
+    """Turn errors of the Hub's client into one sentence."""
+    no_network = (
+        f"{name} cannot be had, as the Hugging Face Hub cannot be reached (is the internet "
+        "switched on?)"
+    )
+    try:
+        yield
+    except errors.LocalEntryNotFoundError:  # of a whole repository: it is not here, either
+        raise RuntimeError(no_network) from None
+    except errors.HfHubHTTPError as error:
+        raise RuntimeError(
+            f"The Hub does not give {name} ({type(error).__name__}): look at "
+            f"{constants.ENDPOINT}/{hub_id}, and run `hf auth login` if it is private, or if you "
+            "have to accept its licence."
+        ) from error
+    except (OSError, errors.HTTPError):  # of the HTTP client, which differs from version to version
+        raise RuntimeError(no_network) from None
+
+
 def _ready(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint, whose safety checker runs on this version of JAX if it has one."""
     if checkpoint.has_safety_checker and jax.__version_info__ >= (0, 10):
@@ -313,7 +383,7 @@ def _from_hub(hub_id: str, revision: str, model: str, safetensors: bool) -> Chec
     name = f"{hub_id} at revision {revision!r}"
     has_token()  # from here on, the Hub's client knows it
     size = 0
-    try:
+    with _explain_hub_errors(name, hub_id):
         # If the largest file is in the cache, the rest is, too, and a network is not needed.
         if not isinstance(try_to_load_from_cache(hub_id, FLAX_WEIGHTS, revision=revision), str):
             info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=10)
@@ -324,17 +394,6 @@ def _from_hub(hub_id: str, revision: str, model: str, safetensors: bool) -> Chec
         index = hf_hub_download(hub_id, "model_index.json", revision=revision)
         unet = hf_hub_download(hub_id, "unet/config.json", revision=revision)
         vae = hf_hub_download(hub_id, "vae/config.json", revision=revision)
-    except errors.HfHubHTTPError as error:
-        raise RuntimeError(
-            f"The Hub does not give {name} ({type(error).__name__}): look at "
-            f"{constants.ENDPOINT}/{hub_id}, and run `hf auth login` if it is private, or if you "
-            "have to accept its licence."
-        ) from error
-    except (OSError, errors.HTTPError):  # of the HTTP client, which differs from version to version
-        raise RuntimeError(
-            f"{name} cannot be had, as the Hugging Face Hub cannot be reached (is the internet "
-            "switched on?)"
-        ) from None
     _check_architecture(name, Path(index), model)
     pixels, steps, guidance = _suitable_settings(Path(index), Path(unet), Path(vae))
     if size:
@@ -390,7 +449,7 @@ def free_disk(folder: str | Path) -> int:
 
 def _check_architecture(name: str, index: Path, model: str) -> None:
     """An error unless ``model_index.json`` names the pipeline of this model."""
-    found = json.loads(index.read_text())["_class_name"]
+    found = json.loads(index.read_text(encoding="utf-8"))["_class_name"]
     wanted = _MODELS[model].pipeline
     # Where PyTorch's weights lie beside Flax's, the index may name PyTorch's class.
     if found not in (wanted, wanted.removeprefix("Flax")):
@@ -403,18 +462,18 @@ def _check_architecture(name: str, index: Path, model: str) -> None:
 
 def _has_safety_checker(index: Path) -> bool:
     """Whether ``model_index.json`` names a class for a safety checker."""
-    _, kind = json.loads(index.read_text()).get("safety_checker") or (None, None)
+    _, kind = json.loads(index.read_text(encoding="utf-8")).get("safety_checker") or (None, None)
     return kind is not None
 
 
 def _suitable_settings(index: Path, unet: Path, vae: Path) -> tuple[int, int, float]:
     """Height and width in pixels, steps, and guidance scale, from three configuration files."""
-    latent_side = json.loads(unet.read_text())["sample_size"]
+    latent_side = json.loads(unet.read_text(encoding="utf-8"))["sample_size"]
     # Every block of the VAE but the last halves the height and the width.
-    blocks = json.loads(vae.read_text())["block_out_channels"]
+    blocks = json.loads(vae.read_text(encoding="utf-8"))["block_out_channels"]
     pixels = latent_side * 2 ** (len(blocks) - 1)
     if pixels < 256:  # more steps get no more images right: benchmarks/steps.json
         return pixels, 15, 3.0
-    if "XL" in json.loads(index.read_text())["_class_name"]:
+    if "XL" in json.loads(index.read_text(encoding="utf-8"))["_class_name"]:
         return pixels, 25, 5.0
     return pixels, 50, 7.5

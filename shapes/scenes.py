@@ -141,7 +141,7 @@ class Scene:
 
 def held_out() -> frozenset[tuple[str, str, str]]:
     """The (color, shape, background) combinations that training never sees: a tenth of all."""
-    return frozenset(tuple(row) for row in json.loads(HELD_OUT_FILE.read_text()))
+    return frozenset(tuple(row) for row in json.loads(HELD_OUT_FILE.read_text(encoding="utf-8")))
 
 
 def held_out_captions(count: int) -> list[dict[str, str]]:
@@ -223,7 +223,7 @@ def write_folder(examples: list[Scene], folder: Path, pixels: int = 64) -> None:
         text = caption(scene.size, scene.color, scene.shape, scene.background)
         Image.fromarray(render(scene, pixels)).save(folder / name)
         lines.append(json.dumps({"file_name": name, "text": text}))
-    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def coverage(shape: str, x: float, y: float, radius: float, tilt: float, pixels: int) -> np.ndarray:

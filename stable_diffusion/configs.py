@@ -6,6 +6,7 @@ frozen, so that a configuration can be a static argument of ``jax.jit``.
 
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -92,6 +93,8 @@ class ScheduleConfig:
     timestep_spacing: str = "leading"
     steps_offset: int = 0
     set_alpha_to_one: bool = True
+    # Whether the noisiest timestep is nothing but noise (zero terminal SNR): Lin et al., 2023.
+    rescale_betas_zero_snr: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,11 @@ class Config:
         return self.pixels_per_latent * 2 ** (len(self.unet.block_out_channels) - 1)
 
 
+INPAINTING = (
+    "its UNet reads a picture and a mask beside the latents, which this one does not. Take the "
+    "model that it was made of: stable_diffusion.edit fills in what a mask leaves free with any "
+    "of them."
+)
 PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 
 # For each class that a file can be for: what it is read into, and the class's defaults where they
@@ -131,7 +139,7 @@ CLASSES = {
     "DDIMScheduler": (ScheduleConfig, {"sampler": "ddim", "clip_sample": True}),
     "PNDMScheduler": (
         ScheduleConfig,
-        {"sampler": "pndm", "skip_prk_steps": False, "set_alpha_to_one": False},
+        {"sampler": "pndm", "set_alpha_to_one": False},
     ),
     "EulerDiscreteScheduler": (
         ScheduleConfig,
@@ -147,12 +155,50 @@ CLASSES = {
     ),
 }
 
+# Schedulers of diffusers that have no sampler here, and the nearest one that is. A scheduler only
+# says in which steps a model is asked, so any of them draws with any of these models.
+NEAREST_SAMPLERS = {
+    "DEISMultistepScheduler": "dpm++",
+    "DPMSolverSDEScheduler": "dpm++",
+    "DPMSolverSinglestepScheduler": "dpm++",
+    "EulerAncestralDiscreteScheduler": "euler",
+    "HeunDiscreteScheduler": "euler",
+    "KDPM2AncestralDiscreteScheduler": "dpm++",
+    "KDPM2DiscreteScheduler": "dpm++",
+    "LMSDiscreteScheduler": "euler",
+    "UniPCMultistepScheduler": "dpm++",
+}
+for _name, _sampler in NEAREST_SAMPLERS.items():
+    _defaults = {"sampler": _sampler, "timestep_spacing": "linspace"}
+    if _name.startswith(("Heun", "KDPM2", "DPMSolverSDE")):
+        _defaults |= {"beta_start": 0.00085, "beta_end": 0.012}
+    CLASSES[_name] = ScheduleConfig, _defaults
+
+# Options of schedulers that say how steps are taken, and not what the model was trained for. If
+# they ask for something else than this, there is a warning, and steps are taken in this way.
+STEPS_ONLY = {
+    "algorithm_type": "dpmsolver++",
+    "euler_at_final": False,
+    "final_sigmas_type": "zero",
+    "interpolation_type": "linear",
+    "lambda_min_clipped": -math.inf,
+    "lower_order_final": True,
+    "skip_prk_steps": True,
+    "solver_order": 2,
+    "solver_type": "midpoint",
+    "thresholding": False,
+    "timestep_type": "discrete",
+    "use_beta_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_karras_sigmas": False,
+    "use_lu_lambdas": False,
+}
+
 # The values that this model has for an option. If the option is a list, each of its values is one
 # of these.
 ALLOWED = {
     "act_fn": ("silu",),
     "addition_embed_type": (None, "text_time"),
-    "algorithm_type": ("dpmsolver++",),
     "attention_type": ("default",),
     "beta_schedule": ("linear", "scaled_linear"),
     "clip_sample": (False,),
@@ -160,13 +206,9 @@ ALLOWED = {
     "conv_out_kernel": (3,),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "DownEncoderBlock2D"),
     "downsample_padding": (1,),
-    "final_sigmas_type": ("zero",),
     "flip_sin_to_cos": (True,),
     "freq_shift": (0,),
     "hidden_act": ("quick_gelu", "gelu"),
-    "interpolation_type": ("linear",),
-    "lambda_min_clipped": (-math.inf,),
-    "lower_order_final": (True,),
     "mid_block_add_attention": (True,),
     "mid_block_scale_factor": (1,),
     "mid_block_type": ("UNetMidBlock2DCrossAttn",),
@@ -174,12 +216,8 @@ ALLOWED = {
     "prediction_type": ("epsilon", "v_prediction"),
     "resnet_out_scale_factor": (1,),
     "resnet_time_scale_shift": ("default",),
-    "skip_prk_steps": (True,),
-    "solver_order": (2,),
-    "solver_type": ("midpoint",),
     "time_embedding_type": ("positional",),
     "timestep_spacing": ("leading", "linspace", "trailing"),
-    "timestep_type": ("discrete",),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "UpDecoderBlock2D"),
     "use_post_quant_conv": (True,),
     "use_quant_conv": (True,),
@@ -193,6 +231,7 @@ NO_DIFFERENCE = {
     "attention_dropout",
     "bos_token_id",
     "clip_sample_range",
+    "disable_corrector",
     "dropout",
     "dtype",
     "dynamic_thresholding_ratio",
@@ -201,8 +240,12 @@ NO_DIFFERENCE = {
     "initializer_factor",
     "initializer_range",
     "pad_token_id",
+    "predict_x0",
     "sample_max_value",
     "sample_size",
+    "sigma_max",
+    "sigma_min",
+    "solver_p",
     "split_head_dim",
     "time_shift_type",
     "torch_dtype",
@@ -231,6 +274,11 @@ def read_class(options: dict, kind: str, where: str) -> Any:
     ------
     ValueError
         If the class is unknown, or an option asks for something that this model does not have.
+
+    Warns
+    -----
+    UserWarning
+        If a scheduler has no sampler here, and the nearest one draws in its place.
     """
     if kind not in CLASSES:
         kind = kind.removeprefix("Flax")
@@ -241,6 +289,8 @@ def read_class(options: dict, kind: str, where: str) -> Any:
         )
     config, defaults = CLASSES[kind]
     types = get_type_hints(config)
+    if config is ScheduleConfig:
+        options = _without_other_steps(options, kind, where, defaults["sampler"])
     known = {}
     for name, value in (defaults | options).items():
         if not _is_possible(name, value, types):
@@ -251,6 +301,29 @@ def read_class(options: dict, kind: str, where: str) -> Any:
         if name in types:
             known[name] = tuple(value) if isinstance(value, list) else value
     return config(**known)
+
+
+def _without_other_steps(options: dict, kind: str, where: str, sampler: str) -> dict:
+    """A scheduler's options without those that ask for steps that no sampler here takes.
+
+    If there are such options, or there is no sampler for this kind, a warning says so.
+    """
+    asks = [kind] if kind in NEAREST_SAMPLERS else []
+    left = {}
+    for name, value in options.items():
+        if name not in STEPS_ONLY:
+            left[name] = value
+        elif kind not in NEAREST_SAMPLERS and value not in (STEPS_ONLY[name], None):
+            asks.append(f"{name} = {value!r}")
+    if kind == "PNDMScheduler" and "skip_prk_steps" not in options:
+        asks.append("skip_prk_steps = False")
+    if asks:
+        warnings.warn(
+            f"{where} asks for {' and '.join(asks)}, which is not here: {sampler!r} draws in its "
+            "place, and images differ a little from those of diffusers.",
+            stacklevel=4,
+        )
+    return left
 
 
 def _is_possible(name: str, value: Any, types: dict[str, Any]) -> bool:
@@ -279,15 +352,17 @@ def read_config(folder: str | Path) -> Config:
         If the folder is for a different pipeline, lacks a text encoder, or as for ``read_class``.
     """
     folder = Path(folder)
-    index = json.loads((folder / "model_index.json").read_text())
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     pipeline = index["_class_name"]
+    if "Inpaint" in pipeline or "InstructPix2Pix" in pipeline:
+        raise ValueError(f"{folder} is for {pipeline}: {INPAINTING}")
     if pipeline.removeprefix("Flax") not in PIPELINES:
         raise ValueError(
             f"{folder} is for {pipeline}: this model reads folders for {' and '.join(PIPELINES)}."
         )
 
     def read_part(name: str, file: str = "config.json") -> Any:
-        options = json.loads((folder / name / file).read_text())
+        options = json.loads((folder / name / file).read_text(encoding="utf-8"))
         _, kind = index[name]  # the library and the class
         return read_class(options, kind, f"{name}/{file}")
 
@@ -295,6 +370,11 @@ def read_config(folder: str | Path) -> Config:
     if "text_encoder_2" in index:
         encoders.append(read_part("text_encoder_2"))
     unet = read_part("unet")
+    if unet.in_channels != unet.out_channels:
+        raise ValueError(
+            f"{folder} has a UNet with {unet.in_channels} channels in and {unet.out_channels} "
+            f"out, as for inpainting: {INPAINTING}"
+        )
     if unet.addition_embed_type is not None and len(encoders) != 2:
         raise ValueError(
             f"{folder} is not a whole folder: its UNet is that of Stable Diffusion XL, and there "

@@ -22,6 +22,7 @@ from stable_diffusion.quantize import Quantized
 from stable_diffusion.text import EMBEDDINGS
 from stable_diffusion.tokenizer import Tokenizer
 from stable_diffusion.weights import (
+    check_numbers,
     map_safetensors,
     names_in_files,
     stacked_name,
@@ -35,9 +36,35 @@ KOHYA = {
     "text_encoder": ["lora_te", "lora_te1"],
     "text_encoder_2": ["lora_te2"],
 }
-# A file calls the matrix that comes first one of the names in the second group, and the other one
-# of those in the third. The first group is the layer's name.
-HALVES = re.compile(r"(.+)\.(?:(lora_A|lora_down|lora\.down)|(lora_B|lora_up|lora\.up))\.weight")
+
+
+def _half(peft: str, others: str) -> re.Pattern:
+    """What the key of one of the two matrices is; the first group is the layer's name.
+
+    PEFT may put the name of the adapter behind its own; old files of diffusers put theirs behind an
+    underscore, as ``to_q_lora.down``.
+    """
+    peft_name = rf"\.lora_{peft}(?:\.\w+)?"
+    name = rf"\.lora_{others}|(?:\.lora|\.lora_linear_layer|_lora)\.{others}"
+    return re.compile(rf"(.+?)(?:{peft_name}|{name})\.weight")
+
+
+DOWN = _half("A", "down")
+UP = _half("B", "up")
+
+# Other kinds of files, by what is in their keys. None of them is a sum of a weight and a product of
+# two matrices, or they are more than that.
+OTHER_KINDS = {
+    r"\.hada_": "LoHa",
+    r"\.lokr_": "LoKr",
+    r"\.dora_scale$|\.lora_magnitude_vector": "DoRA",
+    r"\.lora_mid\.": "LoCon in three matrices (Tucker)",
+    r"\.oft_": "OFT",
+    r"\.on_input$": "(IA)³",
+    r"\.(diff|diff_b|w_norm|b_norm)$": "whole differences of weights",
+    r"\.lora_(B|up)(\.\w+)?\.bias$": "LoRA with biases",
+    r"^bundle_emb\.": "a LoRA with new words in the same file",
+}
 
 
 class Pair(NamedTuple):
@@ -63,8 +90,9 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
     Parameters
     ----------
     file : str or Path
-        Safetensors of diffusers and PEFT (``unet.….lora_A.weight``) or of kohya
-        (``lora_unet_….lora_down.weight``).
+        Safetensors of diffusers and PEFT (``unet.….lora_A.weight``, or without the part's name), of
+        kohya (``lora_unet_….lora_down.weight``) with or without convolutions, or by the names that
+        diffusers had before (``….processor.to_q_lora.down.weight``).
     params, config : dict, Config
         The model's, as ``stable_diffusion.load`` gives them. Shapes are enough, as of
         ``parameter_shapes``.
@@ -78,24 +106,28 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
     Raises
     ------
     FileNotFoundError, ValueError
-        If the file is missing, damaged or a pickle, it has keys that fit nothing in the model,
-        which are listed, or shapes of a different model.
+        If the file is missing, damaged or a pickle, it is of another kind than LoRA, it has keys
+        that fit nothing in the model, which are listed, or shapes of a different model.
     """
     file = Path(file)
-    if file.suffix in (".pt", ".bin", ".ckpt"):
-        raise ValueError(
-            f"{file} is a pickle, which can run any program when it is read: get it as safetensors."
-        )
     arrays, metadata = map_safetensors(file)
     options = _read_options(file, metadata)
     layers = _find_layers(params, config)
+    _refuse_other_kinds(file, arrays)
     downs, ups, alphas, unknown = _sort_arrays(arrays, layers)
     if unknown or not downs:
         some = "; ".join(sorted(unknown)[:5]) or "no keys of a LoRA"
         raise ValueError(
             f"{file} has {len(unknown)} keys that fit nothing in this model: {some}. "
-            "Get one made for it."
+            f"{_made_for(arrays, metadata, config)}"
         )
+    if PEFT_PREFIX in next(iter(arrays)) and not options and not alphas:
+        raise ValueError(
+            f"{file} does not say its alpha, which PEFT writes into {PEFT_CONFIG} beside it: get "
+            "that file, too."
+        )
+    for value in (*downs.values(), *ups.values()):
+        check_numbers(file, value)
     pairs = {}  # by part and name in files
     for layer, down in downs.items():
         part, name = layers[layer]
@@ -122,7 +154,7 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
         if layer in alphas:
             scale = alphas[layer] / rank
         else:
-            scale = _scale_by_options(options, part, layer.removeprefix(f"{part}."), rank)
+            scale = _scale_by_options(options, part, name.removesuffix(".weight"), rank)
         pair = Pair(np.float32(down), np.float32(up) * np.float32(scale))
         pairs.setdefault(part, {})[name] = pair
     return {part: _stack_pairs(found, params[part]) for part, found in pairs.items()}
@@ -155,18 +187,23 @@ def _stack_pairs(pairs: dict[str, Pair], parameters: dict) -> dict[str, Pair]:
 def _find_layers(params: dict, config: Config) -> dict[str, tuple[str, str]]:
     """By what a file may call a layer, the part and the name of its weight in diffusers' files."""
     layers = {}
+    bare = {}  # by a name without the part's, all layers that it may mean
     for part, parameters in params.items():
         for name in _names_in_files(parameters):
             if not name.endswith(".weight"):
                 continue
-            layers[f"{part}.{name.removesuffix('.weight')}"] = part, name
-            names = [name]
+            layer = name.removesuffix(".weight")
+            layers[f"{part}.{layer}"] = part, name
+            bare.setdefault(layer, []).append((part, name))
+            names = [layer]
             if part == "unet":  # kohya writes that of XL by the names of the original layout
-                names.append(name_unet(name, config))
+                names.append(name_unet(name, config).removesuffix(".weight"))
             for prefix in KOHYA.get(part, []):
                 for each in names:
-                    layer = each.removesuffix(".weight").replace(".", "_")
-                    layers[f"{prefix}_{layer}"] = part, name
+                    layers[f"{prefix}_{each.replace('.', '_')}"] = part, name
+    for layer, meant in bare.items():
+        if len(meant) == 1:  # both text encoders of XL have the same names
+            layers[layer] = meant[0]
     return layers
 
 
@@ -177,25 +214,86 @@ def _names_in_files(parameters: dict) -> list[str]:
     return names
 
 
+PEFT_PREFIX = "base_model.model."
+PEFT_CONFIG = "adapter_config.json"
+# What old files of diffusers call the layers of an attention, at the end of a name, and what they
+# are called in the UNet and in text encoders.
+OLD_LAYERS = {
+    "to_q": ("to_q", "q_proj"),
+    "to_k": ("to_k", "k_proj"),
+    "to_v": ("to_v", "v_proj"),
+    "to_out": ("to_out.0", "out_proj"),
+}
+
+
+def _layer_name(layer: str) -> str:
+    """What a file calls a layer, without what PEFT and old versions of diffusers put into it.
+
+    >>> _layer_name("base_model.model.mid_block.attentions.0.transformer_blocks.0.attn1.to_q")
+    'mid_block.attentions.0.transformer_blocks.0.attn1.to_q'
+    >>> _layer_name("unet.mid_block.attentions.0.transformer_blocks.0.attn1.processor.to_out")
+    'unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0'
+    """
+    layer = layer.replace(PEFT_PREFIX, "").replace(".processor.", ".")
+    before, _, last = layer.rpartition(".")
+    if last in OLD_LAYERS:
+        in_unet, in_text = OLD_LAYERS[last]
+        last = in_text if before.endswith("self_attn") else in_unet
+        return f"{before}.{last}"
+    return layer
+
+
 def _sort_arrays(arrays: dict[str, np.ndarray], layers: dict) -> tuple[dict, dict, dict, list[str]]:
     """The first and second matrices and the alphas by layer, and the keys that fit nothing."""
     downs, ups, alphas, unknown = {}, {}, {}, []
     for key, array in arrays.items():
-        halves = HALVES.fullmatch(key)
-        layer = halves[1] if halves else key.removesuffix(".alpha")
-        if layer not in layers:
-            unknown.append(key)
-        elif halves and halves[2]:
-            downs[layer] = array
-        elif halves:
-            ups[layer] = array
-        elif key.endswith(".alpha") and array.size == 1:
-            alphas[layer] = float(array.item())
+        down, up = DOWN.fullmatch(key), UP.fullmatch(key)
+        if down:
+            group, layer = downs, down[1]
+        elif up:
+            group, layer = ups, up[1]
+        else:
+            group, layer = alphas, re.sub(r"([._]lora)?\.alpha$", "", key)
+            if layer == key or array.size != 1:
+                unknown.append(key)
+                continue
+            array = float(array.item())
+        layer = _layer_name(layer)
+        if layer in layers:
+            group[layer] = array
         else:
             unknown.append(key)
     for layer in downs.keys() ^ ups.keys():
         unknown.append(f"{layer}, of which only one half is there")
     return downs, ups, alphas, unknown
+
+
+def _refuse_other_kinds(file: Path, arrays: dict) -> None:
+    """Raise ``ValueError`` and name the kind of a file that is no plain LoRA."""
+    for pattern, kind in OTHER_KINDS.items():
+        found = [key for key in arrays if re.search(pattern, key)]
+        if found:
+            raise ValueError(
+                f"{file} is {kind}, as {found[0]} says, and this course reads LoRA alone, which "
+                "adds down · up to a weight. Build it into a model by the program that it was "
+                "made for, and read that model; or get a LoRA."
+            )
+
+
+def _made_for(arrays: dict, metadata: dict[str, str], config: Config) -> str:
+    """A sentence that says for which model a LoRA was made, as far as one can see it."""
+    keys = " ".join(arrays)
+    if "double_blocks" in keys:
+        kind = "Flux"
+    elif "joint_" in keys:
+        kind = "Stable Diffusion 3"
+    elif "lora_te2_" in keys or "text_encoder_2." in keys:
+        kind = "Stable Diffusion XL"
+    else:
+        kind = metadata.get("ss_base_model_version") or metadata.get("modelspec.architecture")
+    if kind:
+        return f"It was made for {kind}: get one made for this model."
+    return "Get one made for it."
 
 
 def _as_convolution(matrix: np.ndarray) -> np.ndarray:
@@ -204,24 +302,34 @@ def _as_convolution(matrix: np.ndarray) -> np.ndarray:
 
 
 def _read_options(file: Path, metadata: dict[str, str]) -> dict:
-    """PEFT's options in a file's metadata; mostly there are none."""
+    """PEFT's options, in a file's metadata or in a file beside it; mostly there are none."""
+    beside = file.with_name(PEFT_CONFIG)
     try:
-        return json.loads(metadata.get("lora_adapter_metadata", "{}"))
+        if "lora_adapter_metadata" in metadata:
+            return json.loads(metadata["lora_adapter_metadata"])
+        if file.name == "adapter_model.safetensors" and beside.is_file():
+            return json.loads(beside.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{file} has options of PEFT that are damaged: {error}. Get it again."
         ) from None
+    return {}
 
 
 def _scale_by_options(options: dict, part: str, layer: str, rank: int) -> float:
     """By what PEFT multiplies a product: alpha / rank, or 1 if there are no options."""
-    alpha = options.get(f"{part}.lora_alpha", rank)
-    own_alphas = options.get(f"{part}.alpha_pattern") or {}
-    for ending, own_alpha in own_alphas.items():
+
+    def option(name: str) -> Any:  # which may be that of one part, or of a model that is one part
+        return options.get(f"{part}.{name}", options.get(name))
+
+    alpha = option("lora_alpha")
+    if alpha is None:
+        alpha = rank
+    for ending, own_alpha in (option("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({ending})", layer):
             alpha = own_alpha
             break
-    if options.get(f"{part}.use_rslora"):
+    if option("use_rslora"):
         return alpha / rank**0.5
     return alpha / rank
 
@@ -293,8 +401,10 @@ def _save_whole(tensors: dict[str, np.ndarray], file: Path, metadata: dict[str, 
 def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
     """Add a LoRA to parameters, ``scale`` times.
 
-    To take it out again, merge it with minus the scale. The result is a new dictionary, whose other
-    arrays are the old ones. Merge before you quantize: weights in int8 raise ``ValueError``.
+    The result is a new dictionary, whose other arrays are the old ones. To take the LoRA out again,
+    merge it with minus the scale: that gives the old numbers up to rounding, which in bfloat16 is 1
+    in 256, so keep the old parameters there. Merge before you quantize: weights in int8 raise
+    ``ValueError``.
     """
     merged = dict(params)
     for part, pairs in lora.items():
@@ -395,42 +505,54 @@ def add_word(
     ValueError
         If the model has two text encoders, or has the word already, or it is no word.
     """
-    encoder = tokenize.encoders[0]
-    table = params["text_encoder"][EMBEDDINGS]
-    known = table[np.array(encoder.split(like))]  # (tokens, channels)
-    return _append_word(params, config, tokenize, word, known.mean(axis=0))
-
-
-def _append_word(
-    params: dict, config: Config, tokenize: Tokenizer, word: str, embedding: jax.Array
-) -> tuple[dict, Config, Tokenizer]:
-    """Give a model one more word with this embedding, (channels,), as ``add_word`` does."""
     if config.is_xl:
         raise ValueError(
             "Stable Diffusion XL has two text encoders, and gets no new word here: "
             "use words that it knows."
         )
     encoder = tokenize.encoders[0]
-    if not re.fullmatch(r"\w+", word) or len(encoder.split(word)) == 1:
+    if not re.fullmatch(r"\w+", word):
         raise ValueError(
             f"{word!r} is no new word: "
             "choose one without spaces and signs that the model does not know."
         )
-    tokenize = tokenize.with_word(word)
     table = params["text_encoder"][EMBEDDINGS]
-    (number,) = tokenize.encoders[0].split(word)
-    if number != len(table):
+    known = table[np.array(encoder.split(like))]  # (tokens, channels)
+    vectors = {"text_encoder": known.mean(axis=0)[None]}
+    return _append_word(params, config, tokenize, word, vectors)
+
+
+def _append_word(
+    params: dict, config: Config, tokenize: Tokenizer, word: str, vectors: dict[str, jax.Array]
+) -> tuple[dict, Config, Tokenizer]:
+    """Give a model one more word.
+
+    For each text encoder there are the embeddings of the tokens that the word stands for, (tokens,
+    channels).
+    """
+    if not word.strip() or len(word.split()) > 1 or len(tokenize.encoders[0].split(word)) == 1:
         raise ValueError(
-            f"The tokenizer knows {number} tokens, and the table of embeddings has {len(table)} "
-            "rows: choose a model in which they are as many."
+            f"{word!r} is no new word: "
+            "choose one without spaces and signs that the model does not know."
         )
-    row = embedding.astype(table.dtype)[None]
-    changed = {EMBEDDINGS: jnp.concatenate([table, row])}
-    params = params | {"text_encoder": params["text_encoder"] | changed}
-    # Where a configuration does not know its end token, the largest id is taken for it, which is
-    # the word's now.
-    text = replace(config.text[0], vocab_size=len(table) + 1, eos_token_id=encoder.end)
-    return params, replace(config, text=(text,)), tokenize
+    number = len(vectors["text_encoder"])
+    tokenize = tokenize.with_word(word, number)
+    changed = dict(params)
+    texts = []
+    for part, encoder, text in zip(vectors, tokenize.encoders, config.text, strict=True):
+        table = params[part][EMBEDDINGS]
+        first, *_ = encoder.split(word)
+        if first != len(table):
+            raise ValueError(
+                f"The tokenizer knows {first} tokens, and the table of embeddings has {len(table)} "
+                "rows: choose a model in which they are as many."
+            )
+        rows = jnp.asarray(vectors[part]).astype(table.dtype)
+        changed[part] = params[part] | {EMBEDDINGS: jnp.concatenate([table, rows])}
+        # Where a configuration does not know its end token, the largest id is taken for it, which
+        # is the word's now.
+        texts.append(replace(text, vocab_size=len(table) + number, eos_token_id=encoder.end))
+    return changed, replace(config, text=tuple(texts)), tokenize
 
 
 def word_file(file: str | Path) -> Path:
@@ -470,17 +592,71 @@ def read_word(
     FileNotFoundError, ValueError
         If the file is missing, damaged or for a different model.
     """
-    file = word_file(file)
+    return read_embedding(word_file(file), params, config, tokenize)
+
+
+# What files for Stable Diffusion XL call the embeddings of its two text encoders.
+XL_EMBEDDINGS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
+
+
+def read_embedding(
+    file: str | Path, params: dict, config: Config, tokenize: Tokenizer, word: str | None = None
+) -> tuple[dict, Config, Tokenizer]:
+    """Give a model a word with trained embeddings (textual inversion).
+
+    Parameters
+    ----------
+    file : str or Path
+        Safetensors with one array, which has the word for its name, as diffusers writes it; with
+        ``emb_params``, as other programs do; or with ``clip_l`` and ``clip_g``, for Stable
+        Diffusion XL. A word may stand for several tokens.
+    params, config, tokenize : dict, Config, Tokenizer
+        From ``stable_diffusion.load``.
+    word : str, optional
+        What to call it in prompts. By default it is what the file says, or else the file's name.
+
+    Returns
+    -------
+    params, config, tokenize : dict, Config, Tokenizer
+        As of ``add_word``.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If the file is missing, damaged, a pickle, or for a different model.
+    """
+    file = Path(file)
     arrays, _ = map_safetensors(file)
-    if len(arrays) != 1:
+    if arrays.keys() == XL_EMBEDDINGS.keys():
+        found = {part: arrays[name] for name, part in XL_EMBEDDINGS.items()}
+        name = file.stem
+    elif len(arrays) == 1:
+        ((name, value),) = arrays.items()
+        found = {"text_encoder": value}
+        if name == "emb_params":
+            name = file.stem
+    else:
         raise ValueError(
             f"{file} has {len(arrays)} arrays: "
             "give one with one array, the embedding, named by its word."
         )
-    ((word, embedding),) = arrays.items()
-    channels = config.text[0].hidden_size
-    if embedding.shape != (channels,):
+    if len(found) != len(config.text):
+        kinds = {1: "with one text encoder", 2: "with two text encoders, as Stable Diffusion XL"}
         raise ValueError(
-            f"{file} has a vector of {embedding.shape}, and this model's have {channels} numbers."
+            f"{file} is for a model {kinds[len(found)]}, and this one has {len(config.text)}: "
+            "take one for this model."
         )
-    return _append_word(params, config, tokenize, word, jnp.asarray(embedding))
+    vectors = {}
+    for (part, value), text in zip(found.items(), config.text, strict=True):
+        check_numbers(file, value)
+        # An array with two axes was turned around as a linear layer's weight is.
+        value = value.T if value.ndim == 2 else value
+        if value.shape[-1:] != (text.hidden_size,) or value.ndim > 2:
+            raise ValueError(
+                f"{file} has a vector of {value.shape}, and this model's have {text.hidden_size} "
+                "numbers."
+            )
+        vectors[part] = np.float32(value).reshape(-1, text.hidden_size)
+    if len({len(rows) for rows in vectors.values()}) > 1:
+        raise ValueError(f"{file} has not as many vectors for both text encoders: get it again.")
+    return _append_word(params, config, tokenize, word or name, vectors)

@@ -36,7 +36,16 @@ def alphas(schedule: ScheduleConfig) -> np.ndarray:
         schedule.num_train_timesteps,
         dtype=np.float32,
     )
-    return np.cumprod(1 - betas**power)
+    found = np.cumprod(1 - betas**power)
+    if not schedule.rescale_betas_zero_snr:
+        return found
+    # Lin et al. (2023), algorithm 1: the roots, which are what an image is multiplied by, are moved
+    # down until the last one is 0, and stretched so that the first one stays.
+    roots = np.sqrt(found)
+    return ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
+
+
+SMALLEST_ALPHA = np.float32(2**-24)  # in place of 0, where it is divided by; as in diffusers
 
 
 def alpha_at(schedule: ScheduleConfig, timestep: jax.Array) -> jax.Array:
@@ -44,7 +53,7 @@ def alpha_at(schedule: ScheduleConfig, timestep: jax.Array) -> jax.Array:
 
     Between two whole timesteps √((1 - alpha) / alpha) is interpolated, as by diffusers' Euler.
     """
-    sigmas = jnp.asarray(np.sqrt(1 / alphas(schedule) - 1))
+    sigmas = jnp.asarray(np.sqrt(1 / np.maximum(alphas(schedule), SMALLEST_ALPHA) - 1))
     below = jnp.floor(timestep).astype(jnp.int32)
     sigma = sigmas[below]
     sigma_above = sigmas[jnp.minimum(below + 1, len(sigmas) - 1)]
@@ -84,7 +93,12 @@ def ddim_point(
     end = start - schedule.num_train_timesteps // steps
     last_alpha = 1 if schedule.set_alpha_to_one else alphas(schedule)[0]
     next_alpha = jnp.where(end < 0, last_alpha, alpha_at(schedule, jnp.maximum(end, 0)))
-    return Point(timestep, alpha_at(schedule, start), next_alpha)
+    alpha = alpha_at(schedule, start)
+    if schedule.rescale_betas_zero_snr and schedule.prediction_type == "v_prediction":
+        # DDIM divides by no alpha, so the last one may be 0.
+        last = schedule.num_train_timesteps - 1
+        alpha = jnp.where(start == last, alphas(schedule)[last], alpha)
+    return Point(timestep, alpha, next_alpha)
 
 
 def pndm_point(schedule: ScheduleConfig, steps: jax.Array, i: jax.Array) -> Point:

@@ -22,10 +22,21 @@ class Encoder:
     start: int  # the id of the token before a prompt
     end: int  # and after it
     fill: int  # and of those that fill up the rest
+    # New words that stand for several tokens: the id of the first one, and how many there are.
+    long_words: tuple[tuple[int, int], ...] = ()
 
     def split(self, text: str) -> list[int]:
         """The ids of a text's tokens, however many there are, without start and end."""
-        return self.splitter.encode(text).ids
+        return [token for token, _ in self.split_with_places(text)]
+
+    def split_with_places(self, text: str) -> list[tuple[int, int]]:
+        """The ids of a text's tokens, and where in the text each of them starts."""
+        numbers = dict(self.long_words)
+        encoding = self.splitter.encode(text)
+        found = []
+        for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True):
+            found += [(token + n, start) for n in range(numbers.get(token, 1))]
+        return found
 
     def fill_up(self, ids: list[int]) -> list[int]:
         """What the text encoder reads: start, as many of the ids as there is room for, and end."""
@@ -50,29 +61,34 @@ class Tokenizer:
         rows = np.empty((len(prompts), len(self.encoders), room), np.int32)
         for row, prompt in zip(rows, prompts, strict=True):
             for number, encoder in enumerate(self.encoders):
-                encoding = encoder.splitter.encode(prompt)
+                found = encoder.split_with_places(prompt)
                 # All encoders cut at the same place, so one warning is enough.
-                if len(encoding.ids) > most and number == 0:
-                    lost = prompt[encoding.offsets[most][0] :].strip()
+                if len(found) > most and number == 0:
+                    _, start = found[most]
+                    lost = prompt[start:].strip()
                     warnings.warn(
-                        f"A prompt has {len(encoding.ids)} tokens, and {most} are read: "
-                        f"not {lost!r}.",
+                        f"A prompt has {len(found)} tokens, and {most} are read: not {lost!r}.",
                         stacklevel=2,
                     )
-                row[number] = encoder.fill_up(encoding.ids)
+                row[number] = encoder.fill_up([token for token, _ in found])
         return rows
 
-    def with_word(self, word: str) -> "Tokenizer":
-        """A tokenizer that knows one word more, as one token.
+    def with_word(self, word: str, number: int = 1) -> "Tokenizer":
+        """A tokenizer that knows one word more, as one token, or as so many.
 
-        Its id is the next one that is free. It stands for the word wherever that stands by itself,
-        with small letters or large ones.
+        Their ids are the next ones that are free. They stand for the word wherever that stands by
+        itself, with small letters or large ones.
         """
         encoders = []
         for encoder in self.encoders:
             splitter = tokenizers.Tokenizer.from_str(encoder.splitter.to_str())  # a copy
-            splitter.add_tokens([AddedToken(word, single_word=True, normalized=True)])
-            encoders.append(replace(encoder, splitter=splitter))
+            # Of several tokens, the others get names as diffusers gives them.
+            for name in (word, *(f"{word}_{n}" for n in range(1, number))):
+                splitter.add_tokens([AddedToken(name, single_word=True, normalized=True)])
+            long_words = encoder.long_words
+            if number > 1:
+                long_words += ((splitter.token_to_id(word), number),)
+            encoders.append(replace(encoder, splitter=splitter, long_words=long_words))
         return Tokenizer(tuple(encoders))
 
 
@@ -82,10 +98,10 @@ def read_tokenizer(folder: str | Path) -> Encoder:
     The folder has ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``.
     """
     folder = Path(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    vocabulary = json.loads((folder / "vocab.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     merges = []
-    for line in (folder / "merges.txt").read_text().splitlines():
+    for line in (folder / "merges.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#version"):
             merges.append(tuple(line.split()))
 

@@ -22,8 +22,30 @@ from stable_diffusion.configs import Config, read_config
 from stable_diffusion.parameters import parameter_shapes
 from stable_diffusion.tokenizer import Tokenizer, read_tokenizer
 
-# How safetensors call the dtypes that we read. (The last one is of the numbers of positions.)
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16, "I64": np.int64}
+# How safetensors call dtypes. A file may have any of them: only what a model uses has to be floats
+# of 16 bits or more.
+DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+USABLE = ("float64", "float32", "float16", "bfloat16")
+
+# What files of other kinds begin with, whatever they are called.
+PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 
 # Names in the VAE's attention, as in Flax and in files from before 2023, and what they are now.
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -172,12 +194,40 @@ def load(
 
 
 def _check_shapes(folder: Path, found: dict, shapes: dict) -> None:
-    """Raise ``ValueError`` if a part's files have other names or shapes than it needs."""
+    """Raise ``ValueError`` if a part's files have other names, shapes or dtypes than it needs."""
     for name in sorted(found.keys() | shapes.keys()):
         have = found[name].shape if name in found else "nothing"
         need = shapes[name].shape if name in shapes else "nothing"
         if have != need:
             raise ValueError(f"{folder} has {have} for {name}, and its configuration means {need}.")
+        check_numbers(folder, found[name])
+
+
+def check_numbers(place: Path, value: np.ndarray) -> None:
+    """Raise ``ValueError`` unless an array that a model uses has floats of 16 bits or more.
+
+    ``place`` is the file or the folder, for the message.
+    """
+    name = value.dtype.name
+    if name in USABLE:
+        return
+    if name.startswith("float8"):
+        raise ValueError(
+            f"{place} holds numbers of 8 bits ({name}, called fp8): get the file in float16 or "
+            "bfloat16. To save memory here, read that one, and then quantize it to int8."
+        )
+    raise ValueError(f"{place} holds numbers as {name}: get float32, float16 or bfloat16.")
+
+
+def stored_dtypes(folder: str | Path, config: Config, variant: str | None = None) -> dict[str, Any]:
+    """In which dtype the files of a folder have each part: that of most of its numbers."""
+    found = {}
+    for part in parameter_shapes(config):
+        sizes = {}
+        for value in read_part(Path(folder) / part, variant).values():
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
+        found[part] = max(sizes, key=sizes.get)
+    return found
 
 
 def read_part(folder: Path, variant: str | None = None) -> dict[str, np.ndarray]:
@@ -197,10 +247,11 @@ def read_part(folder: Path, variant: str | None = None) -> dict[str, np.ndarray]
             found |= arrays
     # The numbers from 0 to 76, which files from before 2023 have.
     found.pop("text_model.embeddings.position_ids", None)
-    return {_new_name(name): value for name, value in found.items()}
+    return {new_name(name): value for name, value in found.items()}
 
 
-def _new_name(name: str) -> str:
+def new_name(name: str) -> str:
+    """What a parameter is called today that files from before 2023 call something else."""
     for old, new in OLD_NAMES.items():
         name = name.replace(f"attentions.0.{old}.", f"attentions.0.{new}.")
     return name
@@ -219,7 +270,7 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
         index = folder / f"{stem}.safetensors.index{word}.json"
         if index.exists():
             # Of a damaged index, this takes what names it has; then parameters are found missing.
-            names = re.findall(r'"([^"]+\.safetensors)"', index.read_text())
+            names = re.findall(r'"([^"]+\.safetensors)"', index.read_text(encoding="utf-8"))
             return [folder / name for name in sorted(set(names))]
     flax_files = list(folder.glob("*flax_model.msgpack"))
     if flax_files and not variant:
@@ -248,16 +299,18 @@ def map_safetensors(file: str | Path) -> tuple[dict[str, np.ndarray], dict[str, 
     Raises
     ------
     FileNotFoundError, ValueError
-        If the file is missing, damaged, or has numbers of a dtype that this model does not read.
+        If the file is missing or damaged, or it is a pickle or of another kind.
     """
     file = Path(file)
+    if file.suffix in PICKLE_SUFFIXES:
+        raise ValueError(f"{file} is {A_PICKLE}")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: get it, or give a different file.")
+    with file.open("rb") as opened:
+        _refuse_other_kinds(file, opened.read(16))
 
     try:
-        with safe_open(
-            file, framework="numpy"
-        ) as opened:  # which checks the header and all offsets
+        with safe_open(file, framework="numpy") as opened:  # checks the header and all offsets
             metadata = opened.metadata() or {}
     except SafetensorError as error:
         why = f"{file} is damaged or no safetensors: {error}. Get it again."
@@ -267,15 +320,40 @@ def map_safetensors(file: str | Path) -> tuple[dict[str, np.ndarray], dict[str, 
         header = json.loads(opened.read(length))
         data = np.memmap(opened, np.uint8, mode="r")[8 + length :]
     header.pop("__metadata__", None)
-    unknown = {entry["dtype"] for entry in header.values()} - DTYPES.keys()
-    if unknown:
-        names = ", ".join(sorted(unknown))
-        raise ValueError(f"{file} holds numbers as {names}: get float32, float16 or bfloat16.")
     arrays = {}
     for name, entry in header.items():
-        numbers = data[slice(*entry["data_offsets"])].view(DTYPES[entry["dtype"]])
-        arrays[name] = to_channels_last(name, numbers.reshape(entry["shape"]))
+        numbers = data[slice(*entry["data_offsets"])]
+        # A dtype that has no name in NumPy stays bytes, which nothing here can use.
+        if entry["dtype"] in DTYPES:
+            numbers = numbers.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
+        arrays[name] = to_channels_last(name, numbers)
     return arrays, metadata
+
+
+A_PICKLE = "a pickle, which can run any program when it is read: get it as safetensors."
+
+
+def _refuse_other_kinds(file: Path, start: bytes) -> None:
+    """Raise ``ValueError`` if the first bytes of a file are those of a kind that is not read."""
+    if start[8:9] == b"{":  # the header of safetensors, whatever its length in front of it is
+        return
+    if start.startswith(PICKLES):
+        raise ValueError(f"{file} is {A_PICKLE}")
+    if start.startswith(b"GGUF"):
+        raise ValueError(
+            f"{file} is GGUF, whose numbers are in blocks of 2 to 8 bits: get the model as "
+            "safetensors in float16 or bfloat16."
+        )
+    if start.lstrip().startswith(b"<"):
+        raise ValueError(
+            f"{file} is a web page, as sites give it to those who have to log in: download the "
+            "file in a browser, or give a token."
+        )
+    if start.startswith(b"version https://"):
+        raise ValueError(
+            f"{file} only says where the file is (Git LFS): run `git lfs pull`, or download it "
+            "from its page."
+        )
 
 
 def to_channels_last(name: str, value: np.ndarray) -> np.ndarray:

@@ -427,9 +427,14 @@ def test_options_that_cannot_be_are_answered_by_a_sentence(sd, options, sentence
             r"asks for layers_per_block = \[1, 2\], which",
         ),
         (
-            {"use_karras_sigmas": True},
+            {"prediction_type": "sample"},
             "EulerDiscreteScheduler",
-            "asks for use_karras_sigmas = True, which",
+            "asks for prediction_type = 'sample', which .*: it has 'epsilon' and 'v_prediction'",
+        ),
+        (
+            {"trained_betas": [0.1]},
+            "EulerDiscreteScheduler",
+            "asks for trained_betas = .*, which",
         ),
     ],
 )

@@ -4,6 +4,7 @@
 ``tests.makers.loras``. It is compared without PyTorch.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -15,12 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 import course.convert
 import course.lora
+import helpers.checkpoints
 import stable_diffusion as sd
 from helpers import bundled_checkpoint
 from stable_diffusion import convert, edit, lora, samplers, vae
@@ -31,6 +34,7 @@ from stable_diffusion.weights import (
     unstack_layers,
 )
 from tests.makers import common
+from tests.makers import files as make
 
 SOURCES = {name: Path(bundled_checkpoint(name).source) for name in ("shapes-sd", "shapes-sdxl")}
 SD = SOURCES["shapes-sd"]
@@ -101,7 +105,21 @@ def test_what_is_saved_is_what_pytorch_saves_and_is_read_again(
     again, its_config, _ = sd.load(tmp_path)
     assert its_config == config
     assert same(again, params)
-    assert not any('"Flax' in file.read_text() for file in tmp_path.rglob("*.json"))
+    assert not any('"Flax' in file.read_text() for file in tmp_path.rglob("*config.json"))
+
+
+def test_what_is_saved_keeps_options_and_texts(models, folder, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(folder, source, copy_function=os.link)
+    options = {"add_watermarker": None, "requires_safety_checker": False}
+    make.edit_json(source / "model_index.json", lambda index: index | options)
+    words = {"Flaxfeld": 600, "grün": 601}
+    make.edit_json(source / "tokenizer" / "vocab.json", lambda known: known | words)
+    convert.save(models["shapes-sd"][0], source, tmp_path / "new")
+    for name in ("model_index.json", "tokenizer/vocab.json", "scheduler/scheduler_config.json"):
+        texts = [(place / name).read_text(encoding="utf-8") for place in (source, tmp_path / "new")]
+        found, expected = map(json.loads, texts)
+        assert found == expected
 
 
 # How diffusers saved the bundled models: the dtype of the numbers, and the variant.
@@ -207,24 +225,8 @@ def test_names_of_the_original_layout_are_those_that_diffusers_reads(configurati
 
 
 def write_single_file(params, config, file):
-    """Save parameters in the original layout, with a number that training leaves there."""
-    tensors = {"model_ema.decay": np.ones(1, np.float32)}
-    thirds = {}
-    for part, values in params.items():
-        for name, value in unstack_layers(values).items():
-            theirs, third = convert.original_name(part, name, config)
-            value = to_channels_first(name, value)
-            if theirs.endswith("text_projection"):
-                value = np.ascontiguousarray(value.T)
-            if ".attn_1." in theirs and value.ndim == 2:
-                value = value[:, :, None, None]
-            if third is None:
-                tensors[theirs] = value
-            else:
-                thirds.setdefault(theirs, [None, None, None])[third] = value
-    for theirs, values in thirds.items():
-        tensors[theirs] = np.concatenate(values)
-    save_file(tensors, file)
+    """Save parameters in the original layout."""
+    return make.save(make.single_file(params, config), file)
 
 
 def run_command(command, monkeypatch, *arguments):
@@ -356,11 +358,44 @@ def test_the_command_merges_files_into_a_folder(
     assert same(sd.load(tmp_path)[0], expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+def test_the_command_keeps_the_dtype_of_the_files(models, loras, tmp_path, monkeypatch, dtype):
+    params, _, _ = models["shapes-sd"]
+    source = tmp_path / "source"
+    convert.save(params, SD, source, dtype)
+    for file in source.rglob("*.safetensors"):
+        file.rename(file.with_suffix(".half.safetensors"))
+    inputs = source, tmp_path / "new", f"{LORAS['kohya']}=0.5", "--variant", "half"
+    run_command(course.lora, monkeypatch, *inputs)
+    found, _ = map_safetensors(tmp_path / "new" / UNET)
+    assert {value.dtype for value in found.values()} == {jnp.dtype(dtype)}
+    rounded, _, _ = sd.load(source, variant="half")
+    expected = lora.merge(rounded, loras["kohya"], 0.5)["unet"]["conv_in.weight"]
+    assert np.array_equal(found["conv_in.weight"], expected.astype(dtype))
+    run_command(course.lora, monkeypatch, *inputs, "--dtype", "float32")
+    found, _ = map_safetensors(tmp_path / "new" / UNET)
+    assert np.array_equal(found["conv_in.weight"], expected)
+
+
+def test_numbers_that_float16_does_not_have_are_not_saved_in_it(models, tmp_path):
+    params, _, _ = models["shapes-sd"]
+    name = "conv_in.bias"
+    large = params | {"vae": params["vae"] | {f"encoder.{name}": jnp.full(32, 1e6)}}
+    with pytest.raises(
+        ValueError, match=r"encoder.conv_in.bias has numbers up to 1e\+06, too large"
+    ):
+        convert.save(large, SD, tmp_path, np.float16)
+
+
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
         (course.convert, ["model.ckpt", "out", "--like", SD], "model.ckpt is a pickle"),
-        (course.convert, ["model.safetensors", "out", "--like", "nowhere"], "nowhere"),
+        (
+            course.convert,
+            ["model.safetensors", "out", "--like", "nowhere"],
+            "nowhere is no folder, no Hub id",
+        ),
         (course.lora, [SD, "out", "lora.bin=1"], "lora.bin is a pickle"),
     ],
 )
@@ -373,10 +408,49 @@ def test_a_command_that_is_given_the_wrong_files_ends_in_a_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("error", [LocalEntryNotFoundError("no network"), OSError()])
+def test_without_a_network_a_hub_id_ends_in_a_sentence(error, monkeypatch):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(helpers.checkpoints, "snapshot_download", fail)
+    message = "owner/name cannot be had, as the Hugging Face Hub cannot be reached"
+    with pytest.raises(SystemExit, match=message):
+        run_command(course.lora, monkeypatch, "owner/name", "out", "lora.safetensors=1")
+    with pytest.raises(SystemExit, match=message):
+        run_command(course.convert, monkeypatch, "file", "out", "--like", "owner/name")
+
+
 def test_a_lora_without_a_scale_is_refused_by_the_command(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_command(course.lora, monkeypatch, SD, "out", "lora.safetensors")
     assert "invalid file_and_scale value: 'lora.safetensors'" in capsys.readouterr().err
+
+
+# Schedules that end in pure noise.
+
+
+def test_a_schedule_that_ends_in_pure_noise_gives_pytorchs_image(models, recorded, any_sampler):
+    params, config, tokenize = models["shapes-sd"]
+    zero_snr = np.load(common.FIXTURES / "pytorch-zero-snr.npz")
+    schedule = dataclasses.replace(
+        config.schedule, rescale_betas_zero_snr=True, timestep_spacing="trailing"
+    )
+    config = dataclasses.replace(config, schedule=schedule)
+    ids = tokenize([str(prompt) for prompt in recorded["prompts"]])
+    latents = np.moveaxis(zero_snr["latents"], 1, -1)
+    names = ["ddim", "euler", "dpm++"]
+
+    @jax.jit
+    def draw(params, which):
+        inputs = ids, jax.random.key(0), tokenize([""]), int(zero_snr["steps"]), 3.0, latents
+        with any_sampler(which, names):
+            return sd.generate(params, config, *inputs, sampler="any")
+
+    for which, name in enumerate(names):
+        found = draw(params, which)
+        expected = zero_snr[name] / np.float32(65535)
+        assert 255 * np.abs(found - expected).max() < 0.05, name
 
 
 # Drawing over images. By which samplers diffusers did it, and at which strengths:
@@ -614,7 +688,7 @@ BAD_FOLDERS = {
     ),
     "a page in place of a file": (
         replaced(TEXT, lambda data: b"<html>Log in, please</html>"),
-        "no safetensors: .* header too large",
+        "is a web page, as sites give it",
     ),
     "more bytes than arrays": (
         replaced(UNET, lambda data: data + b"more"),
@@ -654,7 +728,7 @@ BAD_FOLDERS = {
     "a different part": (with_a_different_part, "unet has"),
     "whole numbers": (
         rewritten(UNET, lambda tensors: tensors | {BIAS: tensors[BIAS].astype(np.int8)}),
-        "numbers as I8: get float32",
+        "numbers as int8: get float32",
     ),
 }
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
+from course import files
 from course.tpu import records
 from tools import browser_demo
 from tools.chapters import CHAPTERS, EXECUTED, find_problem
@@ -129,6 +130,7 @@ def fill_in(text: str, language: str, executed: Path) -> str:
         "chapters": lambda: chapters_table(language),
         "versions": versions_table,
         "times": lambda: times_table(executed),
+        "files": files.page,
         "draw": lambda: raw_html("form.html", language, depth=0),
         "tpu-report": tpu_report,
     }

@@ -61,7 +61,7 @@ def compile_apart(lowered: jax.stages.Lowered, chip: str, timeout: float | None 
         answer = folder / "answer.json"
         if ended.returncode != 0 or not answer.exists():
             raise RuntimeError(explain(ended.returncode, ended.stderr))
-        return json.loads(answer.read_text())
+        return json.loads(answer.read_text(encoding="utf-8"))
 
 
 def explain(status: int, stderr: str) -> str:
@@ -102,7 +102,7 @@ def write_question(lowered: jax.stages.Lowered, chip: str, folder: Path) -> None
         module.operation.write_bytecode(program)
         (folder / "program.mlirbc").write_bytes(program.getvalue())
         (folder / "options.pb").write_bytes(options.SerializeAsString())
-        (folder / "devices.json").write_text(json.dumps(places))
+        (folder / "devices.json").write_text(json.dumps(places), encoding="utf-8")
         raise NotCompiledHereError
 
     (folder / "dump").mkdir()

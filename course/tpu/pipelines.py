@@ -64,7 +64,7 @@ def shapes_of(program: Program) -> tuple:
 @cache  # it takes seconds
 def _build(model: str, dtype: str, split_head_dim: bool) -> tuple:
     folder = find_folder(model)
-    index = json.loads((folder / "model_index.json").read_text())
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     parts = {}
     params = {}
     for part in MODELS:
@@ -79,11 +79,13 @@ def _build(model: str, dtype: str, split_head_dim: bool) -> tuple:
                 f"choose a pipeline with another {part}."
             )
         if part == "scheduler":
-            config = json.loads((folder / part / "scheduler_config.json").read_text())
+            config = json.loads(
+                (folder / part / "scheduler_config.json").read_text(encoding="utf-8")
+            )
             parts[part] = cls.from_config(config)
             params[part] = jax.eval_shape(parts[part].create_state)
             continue
-        config = json.loads((folder / part / "config.json").read_text())
+        config = json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
         if library == "transformers":
             # from_pretrained(dtype=…) never reaches these, so they compute in float32.
             parts[part] = cls(cls.config_class.from_dict(config), _do_init=False)

@@ -37,7 +37,7 @@ def find_folder(model: str) -> Path:
             f"There is no model {model!r}: give {', '.join(folders)}, "
             "or a folder with a model_index.json."
         )
-    kind = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    kind = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
     if kind.removeprefix("Flax") not in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
         raise ValueError(f"{model!r} is a {kind}: only Stable Diffusion 1.x, 2.x and XL are known.")
     return folder
@@ -84,8 +84,8 @@ class Program:
         if self.decode_batch is not None and not self.attention:
             raise ValueError("decode_batch is for stable_diffusion: give an attention, too.")
         folder = find_folder(self.model)
-        unet = json.loads((folder / "unet" / "config.json").read_text())
-        vae = json.loads((folder / "vae" / "config.json").read_text())
+        unet = json.loads((folder / "unet" / "config.json").read_text(encoding="utf-8"))
+        vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
         scale = 2 ** (len(vae["block_out_channels"]) - 1)  # pixels for each latent
         side = scale * unet["sample_size"]
         defaults = {"height": side, "width": side}

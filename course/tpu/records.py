@@ -26,7 +26,7 @@ def read_answers(file: Path) -> list[Answer]:
     Unknown and missing fields raise a TypeError or a KeyError, impossible programs a ValueError.
     """
     answers = []
-    for content in json.loads(file.read_text()):
+    for content in json.loads(file.read_text(encoding="utf-8")):
         program = Program(**content.pop("program"))
         pieces = {name: read_report(report) for name, report in content.pop("pieces").items()}
         answers.append(Answer(program, pieces, **content))
@@ -110,7 +110,7 @@ def ask_or_recall(function: Callable, *arguments, chip: str = "v5e") -> Report:
         find_chip(chip)
     except RuntimeError as error:
         question = question_of(function, *arguments, chip=chip)
-        content = json.loads(find_data("benchmarks/questions.json").read_text())
+        content = json.loads(find_data("benchmarks/questions.json").read_text(encoding="utf-8"))
         if question not in content:
             raise RuntimeError(f"{error} None is recorded on {question}.") from None
         return read_report(content[question])
@@ -291,7 +291,7 @@ def recorded_products(model: str) -> dict[str, dict[Product, int]]:
     They are in ``benchmarks/products.json``, for ``sd`` and ``sdxl``, one image at a time and in
     the usual size.
     """
-    content = json.loads(find_data("benchmarks/products.json").read_text())
+    content = json.loads(find_data("benchmarks/products.json").read_text(encoding="utf-8"))
     found = {}
     for part, rows in content["models"][model].items():
         found[part] = {}

@@ -29,7 +29,7 @@ def compile_question(folder: Path) -> dict:
     argument, and ``note`` what should be known about the figures. If the compiler refuses the
     program, there is only its message, ``refused``, and the ``seconds``.
     """
-    places = json.loads((folder / "devices.json").read_text())
+    places = json.loads((folder / "devices.json").read_text(encoding="utf-8"))
     devices = xla_client.DeviceList(
         tuple(describe(chip, chips)[index] for chip, chips, index in places)
     )
@@ -98,7 +98,9 @@ def read_temporaries(dump: Path) -> int | None:
     if len(files) != 1:
         return None
     # Such as "allocation 8: size 2560, color 6, preallocated-temp:". HBM has no color.
-    allocations = re.findall(r"^allocation \d+: size (\d+), (.+)", files[0].read_text(), re.M)
+    allocations = re.findall(
+        r"^allocation \d+: size (\d+), (.+)", files[0].read_text(encoding="utf-8"), re.M
+    )
     if not allocations:
         return None
     total = 0
@@ -111,7 +113,7 @@ def read_temporaries(dump: Path) -> int | None:
 def main() -> None:
     folder = Path(sys.argv[1])
     answer = compile_question(folder)
-    (folder / "answer.json").write_text(json.dumps(answer))
+    (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ that we save, and what came of it is printed.
 import argparse
 import hashlib
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ import peft
 import torch
 import transformers
 from diffusers.loaders import single_file_utils
+from safetensors.numpy import save_file
 
 import stable_diffusion
 from shapes import scenes
@@ -29,6 +32,7 @@ from stable_diffusion import Config
 from stable_diffusion.convert import original_name, save
 from tests.makers import common
 from tests.makers.common import CHECKPOINTS, FIXTURES, GUIDANCE
+from tests.makers.files import edit_json, single_file
 from tests.makers.loras import FILES
 from tests.makers.pipelines import build_pipeline, versions
 
@@ -300,6 +304,47 @@ def load_what_we_save(latents: np.ndarray) -> None:
         assert np.array_equal(draw(ours, latents), draw(theirs, latents))
 
 
+def like_sd2(source: Path, folder: Path) -> None:
+    """Write a folder of a small Stable Diffusion 2, with the numbers of the bundled 1."""
+    params, _, _ = stable_diffusion.load(source)
+    save(params, source, folder)
+    edit_json(folder / "text_encoder" / "config.json", lambda old: old | {"hidden_act": "gelu"})
+
+
+def load_what_we_convert(latents: np.ndarray) -> None:
+    """Let diffusers load folders that `course.convert` makes of single files, and draw by both.
+
+    The files say that the model predicts velocities and was trained down to pure noise, and the
+    folders behind --like say that it predicts noise.
+    """
+    marks = {"v_pred": np.zeros(0, np.float32), "ztsnr": np.zeros(0, np.float32)}
+    for name in ("shapes-sd", "sd2", "shapes-sdxl"):
+        with tempfile.TemporaryDirectory() as place:
+            file, like, out = (Path(place, each) for each in ("model.safetensors", "like", "out"))
+            if name == "sd2":
+                like_sd2(CHECKPOINTS / "shapes-sd", like)
+            else:
+                save(stable_diffusion.load(CHECKPOINTS / name)[0], CHECKPOINTS / name, like)
+            params, config, _ = stable_diffusion.load(like)
+            save_file(single_file(params, config) | marks, file)
+            edit_json(
+                like / "scheduler" / "scheduler_config.json",
+                lambda old: old | {"prediction_type": "epsilon"},
+            )
+            command = [sys.executable, "-m", "course.convert", file, out, "--like", like]
+            subprocess.run([*command, "--dtype", "float16"], check=True)
+            expected = draw(load_folder(out), latents) / 65535
+            params, config, tokenize = stable_diffusion.load(out)
+        negative_ids = None if config.is_xl else tokenize([""])
+        inputs = tokenize(PROMPTS), jax.random.key(0), negative_ids, STEPS, GUIDANCE
+        found = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)(
+            params, config, *inputs, np.moveaxis(latents, 1, -1)
+        )
+        error = 255 * np.abs(found - expected).max()
+        print(f"{name}, converted by us and loaded by diffusers: {error:.4f} of 255")
+        assert error < 0.05
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=FIXTURES)
@@ -311,6 +356,7 @@ def main() -> None:
         folders, images = save_folders(latents)
         common.write_json(folder / "pytorch-folders.json.gz", made_by, folders)
         load_what_we_save(latents)
+        load_what_we_convert(latents)
         images |= draw_with_loras(latents)
         images |= draw_from_images()
     np.savez_compressed(

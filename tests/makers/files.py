@@ -1,0 +1,102 @@
+"""Files as people have them, made of the bundled checkpoints, without PyTorch."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from stable_diffusion import Config
+from stable_diffusion.convert import LAYOUTS, Layout, name_in_layout, original_name
+from stable_diffusion.weights import to_channels_first, unstack_layers
+
+
+def single_file(
+    params: dict, config: Config, layouts: dict[str, Layout] | None = None, dtype=np.float32
+) -> dict[str, np.ndarray]:
+    """The tensors of a file with a whole model, in the original layout.
+
+    ``layouts`` has others for some of the parts.
+    """
+    tensors = {}
+    thirds = {}
+    for part, values in params.items():
+        for name, value in unstack_layers(values).items():
+            layout = (layouts or {}).get(part)
+            if layout is None:
+                theirs, third = original_name(part, name, config)
+            else:
+                theirs, third = name_in_layout(layout, part, name, config)
+            value = to_channels_first(name, value).astype(dtype)
+            if theirs.endswith("text_projection"):
+                value = np.ascontiguousarray(value.T)
+            if ".attn_1." in theirs and value.ndim == 2:
+                value = value[:, :, None, None]
+            if third is None:
+                tensors[theirs] = value
+            else:
+                thirds.setdefault(theirs, [None, None, None])[third] = value
+    for theirs, values in thirds.items():
+        tensors[theirs] = np.concatenate(values)
+    return tensors
+
+
+def layout_of(part: str, prefix: str, names: str | None = None) -> dict[str, Layout]:
+    """The layout of a part that has this prefix, and these names if there are several."""
+    for layout in LAYOUTS[part]:
+        if layout.prefix == prefix and names in (None, layout.names):
+            return {part: layout}
+    raise KeyError((part, prefix, names))
+
+
+def with_training(tensors: dict) -> dict:
+    """What a file has that was saved in the middle of the training: averages, and what else."""
+    more = {"model_ema.decay": np.ones(1, np.float32), "model_ema.num_updates": np.int32([7])}
+    for name, value in tensors.items():
+        if name.startswith("model.diffusion_model."):
+            average = name.removeprefix("model.").replace(".", "")
+            more[f"model_ema.{average}"] = value * 0
+    more["betas"] = np.zeros(5, np.float64)
+    more["cond_stage_model.transformer.text_model.embeddings.position_ids"] = np.arange(77)[None]
+    return tensors | more
+
+
+def in_8_bits(tensors: dict) -> dict:
+    """The UNet's numbers as fp8."""
+    changed = dict(tensors)
+    for name, value in tensors.items():
+        if name.startswith("model.diffusion_model."):
+            changed[name] = value.astype(jnp.float8_e4m3fn)
+    return changed
+
+
+def for_inpainting(tensors: dict) -> dict:
+    """A UNet that reads nine channels."""
+    name = "model.diffusion_model.input_blocks.0.0.weight"
+    more = np.zeros((len(tensors[name]), 5, 3, 3), tensors[name].dtype)
+    return tensors | {name: np.concatenate([tensors[name], more], axis=1)}
+
+
+def edit_json(file: Path, change: Callable[[dict], dict]) -> None:
+    """Write a JSON file anew, as ``change`` makes it."""
+    content = change(json.loads(file.read_text(encoding="utf-8")))
+    file.unlink()  # which may be a link
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def save(tensors: dict, file: Path, metadata: dict | None = None) -> Path:
+    """Write safetensors, and give the file's place."""
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in tensors.items()}, file, metadata
+    )
+    return file
+
+
+def is_same(params: dict, others: dict) -> bool:
+    """Whether two models have the same numbers."""
+    return jax.tree.all(
+        jax.tree.map(lambda x, y: np.array_equal(x, jnp.asarray(y)), params, others)
+    )

@@ -1,0 +1,569 @@
+"""Which files are read: each kind in the list that the site shows, tried on a file of that kind.
+
+The files are made here of the bundled checkpoints, or were written by PEFT, diffusers and LyCORIS
+(``python -m tests.makers.strangers``).
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import course.convert
+import helpers.checkpoints
+import stable_diffusion as sd
+from course.files import KINDS
+from helpers import bundled_checkpoint, find_folder
+from stable_diffusion import convert, lora
+from stable_diffusion.text import EMBEDDINGS
+from stable_diffusion.weights import stack_layers, unstack_layers
+from tests.makers import common
+from tests.makers import files as make
+
+SD = Path(bundled_checkpoint("shapes-sd").source)
+XL = Path(bundled_checkpoint("shapes-sdxl").source)
+STRANGERS = common.FIXTURES / "strangers"
+KOHYA = SD.parent / "loras" / "star-for-heart.safetensors"
+PEFT = SD.parent / "loras" / "blue-for-red.safetensors"
+UNET = "unet/diffusion_pytorch_model"
+
+
+class Bench:
+    """What a case works with: the models, the tensors of their single files, and a folder."""
+
+    def __init__(self, models, singles, folder, place):
+        self.params, self.config, self.tokenize = models["sd"]
+        self.xl_params, self.xl_config, self.xl_tokenize = models["xl"]
+        self.sd2_config = dataclasses.replace(
+            self.config, text=(dataclasses.replace(self.config.text[0], hidden_act="gelu"),)
+        )
+        self.singles = singles
+        self.folder = folder
+        self.place = place
+        self.file = place / "model.safetensors"
+
+    def single(self, tensors, config=None, expected=None, **others):
+        """Read a single file with these tensors, and compare it with a model."""
+        file = make.save(tensors, self.file)
+        found = convert.read_single_file(file, config or self.config, **others)
+        found = {part: stack_layers(values) for part, values in found.items()}
+        assert make.is_same(found, self.params if expected is None else expected)
+
+    def folder_copy(self):
+        """A folder in diffusers' format, whose files are links."""
+        copy = self.place / "folder"
+        shutil.copytree(self.folder, copy, copy_function=os.link)
+        return copy
+
+    def lora(self, file, config=None, params=None):
+        return lora.read_lora(file, params or self.params, config or self.config)
+
+    def products(self, name, file):
+        """Read a LoRA, and compare what it adds with what it adds on PyTorch."""
+        recorded = json.loads((STRANGERS / "products.json").read_text(encoding="utf-8"))
+        found = self.lora(file)
+        for layer, expected in recorded["products"][name].items():
+            part = "text_encoder" if layer.startswith("text_model") else "unet"
+            of_layers = {}
+            for weight, pair in found[part].items():
+                of_layers |= unstack_layers({weight: pair.product})
+            added = np.asarray(of_layers[f"{layer}.weight"]).sum(axis=0)
+            np.testing.assert_allclose(added, expected, rtol=1e-4, atol=1e-5)
+
+    def word(self, tensors, name="cat-toy.safetensors", xl=False, **options):
+        """Read a file with a word, and return the model's tables, and a function for prompts."""
+        file = make.save(tensors, self.place / name)
+        if xl:
+            model = self.xl_params, self.xl_config, self.xl_tokenize
+        else:
+            model = self.params, self.config, self.tokenize
+        return lora.read_embedding(file, *model, **options)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {"sd": sd.load(SD), "xl": sd.load(XL)}
+
+
+@pytest.fixture(scope="module")
+def singles(models):
+    """The tensors of single files."""
+    found = {}
+    for name in ("sd", "xl"):
+        params, config, _ = models[name]
+        found[name] = make.single_file(params, config)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(models, tmp_path_factory):
+    place = tmp_path_factory.mktemp("saved")
+    convert.save(models["sd"][0], SD, place)
+    return place
+
+
+@pytest.fixture
+def bench(models, singles, folder, tmp_path):
+    return Bench(models, singles, folder, tmp_path)
+
+
+def without(tensors, *beginnings):
+    return {name: value for name, value in tensors.items() if not name.startswith(beginnings)}
+
+
+# One file with a whole model.
+
+
+def sd1(bench):
+    bench.single(bench.singles["sd"])
+    for dtype in (np.float16, jnp.bfloat16):
+        expected = jax.tree.map(lambda x, dtype=dtype: np.asarray(x, dtype), bench.params)
+        tensors = {name: value.astype(dtype) for name, value in bench.singles["sd"].items()}
+        bench.single(tensors, expected=expected)
+
+
+def ema(bench):
+    bench.single(make.with_training(bench.singles["sd"]))
+
+
+def short_text(bench):
+    layouts = make.layout_of("text_encoder", convert.TEXT_1, "short")
+    bench.single(make.single_file(bench.params, bench.config, layouts))
+
+
+def sd2(bench):
+    tensors = make.single_file(bench.params, bench.sd2_config)
+    assert any(name.startswith("cond_stage_model.model.") for name in tensors)
+    bench.single(tensors, bench.sd2_config)
+    layouts = make.layout_of("text_encoder", "conditioner.embedders.0.model.")
+    bench.single(make.single_file(bench.params, bench.sd2_config, layouts), bench.sd2_config)
+
+
+def wide_norms(tensors):
+    """A Stable Diffusion 2 that predicts velocities, as one sees by its last norm."""
+    name = max(
+        name
+        for name in tensors
+        if name.startswith("model.diffusion_model.output_blocks.3")
+        and name.endswith("transformer_blocks.0.norm1.bias")
+    )
+    return tensors | {name: np.linspace(-1, 1, tensors[name].size, dtype=np.float32)}
+
+
+def sd2_v(bench):
+    file = make.save(wide_norms(make.single_file(bench.params, bench.sd2_config)), bench.file)
+    assert bench.sd2_config.schedule.prediction_type == "v_prediction"
+    schedule = convert.read_schedule(file, bench.sd2_config)
+    assert schedule == bench.sd2_config.schedule
+    base = like_base(bench.sd2_config)
+    schedule = convert.read_schedule(file, base, "v_prediction")
+    assert schedule == bench.sd2_config.schedule
+
+
+def like_base(config):
+    schedule = dataclasses.replace(config.schedule, prediction_type="epsilon")
+    return dataclasses.replace(config, schedule=schedule)
+
+
+def sd2_v_like_base(bench):
+    file = make.save(wide_norms(make.single_file(bench.params, bench.sd2_config)), bench.file)
+    convert.read_schedule(file, like_base(bench.sd2_config))
+
+
+def xl(bench):
+    bench.single(bench.singles["xl"], bench.xl_config, bench.xl_params)
+
+
+def xl_v(bench):
+    base = like_base(bench.xl_config)
+    empty = np.zeros(0, np.float32)
+    file = make.save(bench.singles["xl"] | {"v_pred": empty, "ztsnr": empty}, bench.file)
+    schedule = convert.read_schedule(file, base)
+    assert schedule.prediction_type == "v_prediction"
+    assert schedule.rescale_betas_zero_snr
+    assert schedule.timestep_spacing == "trailing"
+    file = make.save(bench.singles["xl"], file, {"modelspec.prediction_type": "v"})
+    assert convert.read_schedule(file, base).prediction_type == "v_prediction"
+    # The command writes it into the folder, from where it is read again.
+    source = bench.place / "like"
+    shutil.copytree(XL, source)
+    make.edit_json(
+        source / "scheduler" / "scheduler_config.json",
+        lambda options: options | {"prediction_type": "epsilon"},
+    )
+    make.save(bench.singles["xl"] | {"v_pred": empty, "ztsnr": empty}, file)
+    command = ["convert", str(file), str(bench.place / "new"), "--like", str(source)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", command)
+        course.convert.main()
+    params, config, _ = sd.load(bench.place / "new")
+    assert config.schedule == schedule
+    assert make.is_same(params, bench.xl_params)
+
+
+def diffusers_names(bench):
+    layouts = {}
+    for part in ("unet", "vae", "text_encoder"):
+        layouts |= make.layout_of(part, f"{part}.")
+    bench.single(make.single_file(bench.params, bench.config, layouts))
+
+
+def other_vae(bench):
+    zeros = jax.tree.map(np.zeros_like, bench.params["vae"])
+    expected = bench.params | {"vae": zeros}
+    for layout in convert.ALONE["vae"]:
+        alone = make.single_file({"vae": zeros}, bench.config, {"vae": layout})
+        file = make.save(alone, bench.place / "vae.safetensors")
+        bench.single(bench.singles["sd"], expected=expected, vae=file)
+        bench.single(without(bench.singles["sd"], convert.VAE), expected=expected, vae=file)
+    bench.single(bench.singles["sd"], vae=bench.folder)
+    bench.single(bench.singles["sd"], vae=bench.folder / "vae")
+
+
+def other_text(bench):
+    zeros = jax.tree.map(np.zeros_like, bench.params["text_encoder"])
+    for layout in convert.ALONE["text_encoder"]:
+        alone = make.single_file({"text_encoder": zeros}, bench.config, {"text_encoder": layout})
+        file = make.save(alone, bench.place / "text.safetensors")
+        expected = bench.params | {"text_encoder": zeros}
+        bench.single(bench.singles["sd"], expected=expected, text_encoder=file)
+
+
+def no_vae(bench):
+    bench.single(without(bench.singles["sd"], convert.VAE))
+
+
+def only_unet(bench):
+    layouts = {"unet": convert.Layout("", "diffusers")}
+    alone = make.single_file({"unet": bench.params["unet"]}, bench.config, layouts)
+    bench.single(alone, vae=bench.folder, text_encoder=bench.folder)
+    bench.single(alone)
+
+
+def wrong_kind(bench):
+    name = "model.diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight"
+    bench.single(bench.singles["sd"] | {name: np.zeros((96, 2048), np.float32)})
+
+
+def inpainting(bench):
+    bench.single(make.for_inpainting(bench.singles["sd"]))
+
+
+def edm(bench):
+    bench.single(bench.singles["xl"] | {"edm_vpred.sigma_max": np.zeros(1, np.float32)})
+
+
+def sd3_flux(bench):
+    bench.single({"double_blocks.0.img_attn.qkv.weight": np.zeros((3, 3), np.float32)})
+
+
+def fp8(bench):
+    bench.single(make.in_8_bits(bench.singles["sd"]))
+
+
+def gguf(bench):
+    bench.file.write_bytes(b"GGUF\x03\0\0\0" + bytes(99))
+    convert.read_single_file(bench.file, bench.config)
+
+
+def pickle(bench):
+    for name in ("model.ckpt", "model.pt", "model.pth", "model.bin"):
+        with pytest.raises(ValueError, match="is a pickle"):
+            convert.read_single_file(bench.place / name, bench.config)
+    bench.file.write_bytes(b"PK\x03\x04" + bytes(99))  # as PyTorch writes it
+    convert.read_single_file(bench.file, bench.config)
+
+
+def lfs(bench):
+    bench.file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4\n")
+    convert.read_single_file(bench.file, bench.config)
+
+
+def page(bench):
+    bench.file.write_bytes(b"\n<!DOCTYPE html><html>Log in, please</html>")
+    convert.read_single_file(bench.file, bench.config)
+
+
+# Folders.
+
+
+def folder_in_any_dtype(bench):
+    for dtype in (np.float32, np.float16, jnp.bfloat16):
+        place = bench.place / jnp.dtype(dtype).name
+        convert.save(bench.params, SD, place, dtype)
+        expected = jax.tree.map(lambda x, dtype=dtype: np.float32(x.astype(dtype)), bench.params)
+        assert make.is_same(sd.load(place)[0], expected)
+    assert make.is_same(sd.load(SD)[0], bench.params)  # which has Flax weights
+
+
+def variant(bench):
+    folder = bench.folder_copy()
+    for file in folder.rglob("*.safetensors"):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    assert make.is_same(sd.load(folder, variant="fp16")[0], bench.params)
+
+
+def shards(bench):
+    folder = bench.folder_copy()
+    whole = folder / f"{UNET}.safetensors"
+    tensors = load_file(whole)
+    names = sorted(tensors)
+    places = {}
+    for n in range(2):
+        shard = f"diffusion_pytorch_model-{n + 1:05}-of-00002.safetensors"
+        make.save({name: tensors[name] for name in names[n::2]}, folder / "unet" / shard)
+        places |= dict.fromkeys(names[n::2], shard)
+    whole.unlink()
+    text = json.dumps({"weight_map": places})
+    (folder / f"{UNET}.safetensors.index.json").write_text(text)
+    assert make.is_same(sd.load(folder)[0], bench.params)
+
+
+def hub(bench):
+    asked = []
+
+    def give(hub_id, revision, **options):
+        asked.append((hub_id, revision))
+        return bench.folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(helpers.checkpoints, "snapshot_download", give)
+        assert find_folder("owner/name@fp16") == bench.folder
+        assert find_folder("owner/name") == bench.folder
+    assert asked == [("owner/name", "fp16"), ("owner/name", None)]
+    assert find_folder("shapes-sd") == SD
+    assert find_folder(bench.folder) == bench.folder
+
+
+def schedulers(bench):
+    found = {}
+    for kind, options in {
+        "UniPCMultistepScheduler": {"solver_type": "bh2", "predict_x0": True},
+        "DEISMultistepScheduler": {"algorithm_type": "deis", "solver_type": "logrho"},
+        "EulerAncestralDiscreteScheduler": {},
+        "HeunDiscreteScheduler": {},
+        "DPMSolverMultistepScheduler": {"use_karras_sigmas": True},
+    }.items():
+        folder = bench.place / kind
+        shutil.copytree(bench.folder, folder, copy_function=os.link)
+        make.edit_json(
+            folder / "model_index.json",
+            lambda index, kind=kind: index | {"scheduler": ["diffusers", kind]},
+        )
+        make.edit_json(
+            folder / "scheduler" / "scheduler_config.json",
+            lambda old, kind=kind, options=options: old | options | {"_class_name": kind},
+        )
+        with pytest.warns(UserWarning, match="draws in its place"):
+            config = sd.read_config(folder)
+        found[kind] = config.schedule.sampler
+        assert config.schedule.prediction_type == "v_prediction"
+    assert list(found.values()) == ["dpm++", "dpm++", "euler", "euler", "dpm++"]
+
+
+def only_bin(bench):
+    folder = bench.folder_copy()
+    (folder / f"{UNET}.safetensors").rename(folder / f"{UNET}.bin")
+    sd.load(folder)
+
+
+def inpainting_folder(bench):
+    folder = bench.folder_copy()
+    make.edit_json(folder / "unet" / "config.json", lambda options: options | {"in_channels": 9})
+    with pytest.raises(ValueError, match="9 channels in and 4 out, as for inpainting"):
+        sd.load(folder)
+    make.edit_json(
+        folder / "model_index.json",
+        lambda index: index | {"_class_name": "StableDiffusionInpaintPipeline"},
+    )
+    sd.load(folder)
+
+
+def other_pipeline(bench):
+    folder = bench.folder_copy()
+    make.edit_json(
+        folder / "model_index.json", lambda index: index | {"_class_name": "FluxPipeline"}
+    )
+    sd.load(folder)
+
+
+# LoRA.
+
+
+def kohya(bench):
+    found = bench.lora(KOHYA)
+    assert any("conv" in name for name in found["unet"])  # test_own_weights draws with it
+    xl = common.FIXTURES / "lora-random-xl.safetensors"
+    found = bench.lora(xl, bench.xl_config, bench.xl_params)
+    assert found.keys() == {"unet", "text_encoder", "text_encoder_2"}
+
+
+def peft(bench):
+    assert bench.lora(PEFT).keys() == {"unet", "text_encoder"}  # test_own_weights draws with it
+
+
+def peft_bare(bench):
+    bench.products("peft-bare", STRANGERS / "peft" / "adapter_model.safetensors")
+
+
+def no_prefix(bench):
+    bench.products("no-prefix", STRANGERS / "no-prefix.safetensors")
+
+
+def old_diffusers(bench):
+    bench.products("old-diffusers", STRANGERS / "old-diffusers.safetensors")
+
+
+def peft_no_config(bench):
+    file = bench.place / "adapter_model.safetensors"
+    shutil.copyfile(STRANGERS / "peft" / file.name, file)
+    bench.lora(file)
+
+
+def dora(bench):
+    with pytest.raises(ValueError, match=r"is DoRA, as base_model.*lora_magnitude_vector"):
+        bench.lora(STRANGERS / "peft-dora" / "adapter_model.safetensors")
+    bench.lora(STRANGERS / "dora.safetensors")
+
+
+def of_lycoris(name):
+    return lambda bench: bench.lora(STRANGERS / f"{name}.safetensors")
+
+
+def bundle(bench):
+    more = {"bundle_emb.toy.string_to_param.*": np.zeros((1, 64), np.float32)}
+    bench.lora(make.save(load_file(KOHYA) | more, bench.file))
+
+
+def other_model(bench):
+    xl = common.FIXTURES / "lora-random-xl.safetensors"
+    with pytest.raises(ValueError, match="was made for Stable Diffusion XL: get one"):
+        bench.lora(xl)
+    with pytest.raises(ValueError, match="was made for sd_v2: get one"):
+        tensors = {"lora_unet_no_layer.alpha": np.ones((), np.float32)}
+        bench.lora(make.save(tensors, bench.file, {"ss_base_model_version": "sd_v2"}))
+    bench.lora(xl)
+
+
+# New words.
+
+
+def word(bench):
+    vectors = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
+    for rows in (vectors[0], vectors[:1], vectors):
+        params, config, tokenize = bench.word({"<cat-toy>": rows})
+        number = rows.size // 64
+        size = len(bench.params["text_encoder"][EMBEDDINGS])
+        table = params["text_encoder"][EMBEDDINGS]
+        assert np.array_equal(table[size:], rows.reshape(-1, 64))
+        assert config.text[0].vocab_size == len(table)
+        ids = tokenize(["a red <cat-toy> star"])[0, 0].tolist()
+        plain = bench.tokenize(["a red star"])[0, 0].tolist()
+        new = list(range(size, size + number))
+        assert ids[: 5 + number] == [*plain[:3], *new, *plain[3:5]]
+
+
+def emb_params(bench):
+    _, _, tokenize = bench.word({"emb_params": np.ones((2, 64), np.float32)}, "toy.safetensors")
+    size = len(bench.params["text_encoder"][EMBEDDINGS])
+    assert tokenize(["toy"])[0, 0, 1:3].tolist() == [size, size + 1]
+
+
+def xl_word(bench):
+    first, second = (text.hidden_size for text in bench.xl_config.text)
+    tensors = {
+        "clip_l": np.ones((2, first), np.float32),
+        "clip_g": np.zeros((2, second), np.float32),
+    }
+    params, config, tokenize = bench.word(tensors, xl=True, word="toy")
+    sizes = [text.vocab_size for text in bench.xl_config.text]
+    assert [text.vocab_size for text in config.text] == [size + 2 for size in sizes]
+    assert (params["text_encoder"][EMBEDDINGS][-2:] == 1).all()
+    assert (params["text_encoder_2"][EMBEDDINGS][-2:] == 0).all()
+    ids = tokenize(["a toy"])[0]
+    for row, size in zip(ids, sizes, strict=True):
+        assert row[2:4].tolist() == [size, size + 1]
+
+
+def wrong_word(bench):
+    with pytest.raises(ValueError, match="has a vector of"):
+        bench.word({"toy": np.ones((1, 768), np.float32)})
+    bench.word({"clip_l": np.ones((1, 64)), "clip_g": np.ones((1, 64))})
+
+
+def pt_word(bench):
+    lora.read_embedding(bench.place / "toy.pt", bench.params, bench.config, bench.tokenize)
+
+
+CASES = {
+    "sd1": sd1,
+    "ema": ema,
+    "short-text": short_text,
+    "sd2": sd2,
+    "sd2-v": sd2_v,
+    "sd2-v-like-base": sd2_v_like_base,
+    "xl": xl,
+    "xl-v": xl_v,
+    "diffusers-names": diffusers_names,
+    "other-vae": other_vae,
+    "other-text": other_text,
+    "no-vae": no_vae,
+    "only-unet": only_unet,
+    "wrong-kind": wrong_kind,
+    "inpainting": inpainting,
+    "edm": edm,
+    "sd3-flux": sd3_flux,
+    "fp8": fp8,
+    "gguf": gguf,
+    "pickle": pickle,
+    "lfs": lfs,
+    "page": page,
+    "folder": folder_in_any_dtype,
+    "variant": variant,
+    "shards": shards,
+    "hub": hub,
+    "schedulers": schedulers,
+    "only-bin": only_bin,
+    "inpainting-folder": inpainting_folder,
+    "other-pipeline": other_pipeline,
+    "kohya": kohya,
+    "peft": peft,
+    "peft-bare": peft_bare,
+    "no-prefix": no_prefix,
+    "old-diffusers": old_diffusers,
+    "peft-no-config": peft_no_config,
+    "dora": dora,
+    "loha": of_lycoris("loha"),
+    "lokr": of_lycoris("lokr"),
+    "tucker": of_lycoris("tucker"),
+    "diff": of_lycoris("diff"),
+    "bundle": bundle,
+    "other-model": other_model,
+    "word": word,
+    "emb-params": emb_params,
+    "xl-word": xl_word,
+    "wrong-word": wrong_word,
+    "pt-word": pt_word,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_each_kind_of_file_reads_or_is_refused_by_a_sentence(bench, kind):
+    case = CASES[kind.name]
+    if kind.reads:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing is read with a warning that the list hides
+            case(bench)
+        return
+    with pytest.raises((FileNotFoundError, ValueError)) as refused:
+        case(bench)
+    assert kind.says in str(refused.value)
+    assert "\n" not in str(refused.value)
