@@ -36,7 +36,7 @@ from PIL import Image, ImageOps
 from safetensors import SafetensorError
 
 import stable_diffusion as sd
-from helpers import bundled_checkpoint, simulate_devices
+from helpers import find_folder, simulate_devices
 from stable_diffusion import Config, ScheduleConfig
 from stable_diffusion.attention import find_attention
 from stable_diffusion.lora import Pair, add_word, attach, save_lora, save_word, word_file
@@ -727,7 +727,11 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("images", type=Path, metavar="photos", help="a folder of pictures with captions")
     add("file", type=Path, help="the LoRA to write, FILE.safetensors")
-    add("--model", type=Path, help="a folder in diffusers' format (default: the bundled shapes-sd)")
+    add(
+        "--model",
+        default="shapes-sd",
+        help="a folder in diffusers' format, a Hub id or a bundled name (default: %(default)s)",
+    )
     add("--caption", help="of the pictures that have none of their own")
     add("--word", help="a new word in the captions")
     add("--like", default="", help="what the word may mean at first, in words the model knows")
@@ -753,7 +757,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         fine_tune(options)
-    except (OSError, ValueError, SafetensorError) as error:
+    except jax.errors.JaxRuntimeError:
+        raise
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         sentence = " ".join(str(error).split())
         print(sentence, file=sys.stderr)
         return 1
@@ -813,8 +819,7 @@ def check_word(word: str, captions: list[str], tokenize: Callable, config: Confi
 def fine_tune(options: argparse.Namespace) -> None:
     """What the command does."""
     check_options(options)
-    model = options.model or bundled_checkpoint("shapes-sd").source
-    params, config, tokenize = sd.load(model, options.dtype)
+    params, config, tokenize = sd.load(find_folder(options.model), options.dtype)
     recipe = read_recipe(options, config)
     print(recipe)
     side = config.unet.sample_size * config.pixels_per_latent

@@ -356,7 +356,7 @@ BAD_COMMANDS = {
     "a known word": (["--word", "heart"], "'heart' is no new word"),
     "two words": (["--word", "bow tie"], "'bow tie' is no new word"),
     "a word like nothing": (["--like", ""], "Give --word and --like together"),
-    "no model": (["--model", "nowhere"], "nowhere is not a whole folder"),
+    "no model": (["--model", "nowhere"], "nowhere is no folder, no Hub id"),
 }
 
 
