@@ -1,5 +1,6 @@
 """Which files this course reads: the list that the site shows and that the tests go through."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -362,17 +363,23 @@ KINDS = [
 ]
 
 
-def table(group: str) -> str:
+COLUMNS = "file", "here", "how"
+READS = "reads"
+REFUSED = "refused: “… {} …”"
+
+
+def table(group: str, translate: Callable[[str], str] = str) -> str:
     """The kinds of a group, in Markdown."""
-    lines = ["| file | here | how |", "| --- | --- | --- |"]
+    titles = " | ".join(translate(title) for title in COLUMNS)
+    lines = [f"| {titles} |", "| --- | --- | --- |"]
     for kind in KINDS:
         if kind.group == group:
-            here = "reads" if kind.reads else f"refused: “… {kind.says} …”"
-            lines.append(f"| {kind.what} | {here} | {kind.how} |")
+            here = translate(READS) if kind.reads else translate(REFUSED).format(kind.says)
+            lines.append(f"| {translate(kind.what)} | {here} | {translate(kind.how)} |")
     return "\n".join(lines)
 
 
-def page() -> str:
-    """All groups with their tables, in Markdown."""
+def page(translate: Callable[[str], str] = str) -> str:
+    """All groups with their tables, in Markdown; ``translate`` gives each text in a language."""
     groups = dict.fromkeys(kind.group for kind in KINDS)
-    return "\n\n".join(f"## {group}\n\n{table(group)}" for group in groups)
+    return "\n\n".join(f"## {translate(group)}\n\n{table(group, translate)}" for group in groups)

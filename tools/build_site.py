@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from datetime import datetime
 from pathlib import Path
 
@@ -130,11 +131,25 @@ def fill_in(text: str, language: str, executed: Path) -> str:
         "chapters": lambda: chapters_table(language),
         "versions": versions_table,
         "times": lambda: times_table(executed),
-        "files": files.page,
+        "files": lambda: files_tables(language),
         "draw": lambda: raw_html("form.html", language, depth=0),
         "tpu-report": tpu_report,
     }
     return re.sub(r"<!-- generated: ([a-z-]+) -->", lambda mark: generated[mark.group(1)](), text)
+
+
+def files_tables(language: str) -> str:
+    """The kinds of files that can be used, and those that cannot."""
+    if language == "en":
+        return files.page()
+    texts = tomllib.loads((ROOT / "docs" / language / "which-files.toml").read_text())
+
+    def translate(text: str) -> str:
+        if text not in texts:
+            raise KeyError(f"docs/{language}/which-files.toml has no translation of {text!r}.")
+        return texts[text]
+
+    return files.page(translate)
 
 
 def raw_html(name: str, language: str, depth: int) -> str:
