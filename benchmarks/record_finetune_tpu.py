@@ -38,6 +38,9 @@ QUESTIONS = [
     question("sdxl", "attention", 4, remat=True, attention="flash"),
     question("sdxl", "attention", 2, remat=False, attention="flash"),
     question("sdxl", "attention", 1, remat=False, attention="plain"),
+    # The usual recipes as course.finetune has them, if no option says otherwise.
+    question("sd", "attention", 4, remat=False, attention="plain"),
+    question("sdxl", "attention", 4, remat=True, attention="plain"),
 ]
 EXAMPLES = 424  # images that are trained on, and their captions; a step takes a batch of them
 
