@@ -38,7 +38,7 @@ from safetensors import SafetensorError
 import stable_diffusion as sd
 from helpers import find_folder, simulate_devices
 from stable_diffusion import Config, ScheduleConfig
-from stable_diffusion.attention import find_attention
+from stable_diffusion.attention import ATTENTION, find_attention
 from stable_diffusion.lora import Pair, add_word, attach, save_lora, save_word, word_file
 from stable_diffusion.samplers import alphas
 from stable_diffusion.text import EMBEDDINGS
@@ -63,6 +63,11 @@ def check_between(low: float, high: float, **numbers: float) -> None:
         raise ValueError(f"{name} is {number}: choose {low} to {high}.")
 
 
+def _setting(default, meaning: str):
+    """A field of a recipe, with what the command's help says of it."""
+    return dataclasses.field(default=default, metadata={"help": meaning})
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How to train: the same recipe, model and examples give the same numbers.
@@ -71,18 +76,23 @@ class Recipe:
     Numbers that are out of range, and layers that are not in ``LAYERS``, raise ``ValueError``.
     """
 
-    rank: int = 8  #: of the LoRA
-    layers: str = "all"  #: a key of ``LAYERS``
-    steps: int = 500
-    batch: int = 16  #: examples in each step
-    rehearsed: int = 4  #: how many of these are rehearsed, if there are examples to rehearse
-    rate: float = 2e-3  #: the highest learning rate, of the LoRA
-    word_rate: float = 2e-2  #: the highest learning rate of the new word's embedding
-    dropped: float = 0.1  #: the share of captions that are replaced by the empty one, for guidance
-    seed: int = 0
-    remat: bool = False  #: rematerialisation: compute activations again rather than keep them
-    #: a name in ``stable_diffusion.ATTENTION``: "flash" needs less memory, on one TPU chip
-    attention: str = "plain"
+    rank: int = _setting(8, "of the LoRA")
+    layers: str = _setting("all", f"that get one: {' or '.join(LAYERS)}")
+    steps: int = _setting(500, "of training")
+    batch: int = _setting(16, "examples in each step")
+    rehearsed: int = _setting(4, "how many of these are rehearsed, if there are such examples")
+    rate: float = _setting(2e-3, "the highest learning rate, of the LoRA")
+    word_rate: float = _setting(2e-2, "the highest learning rate of the new word's embedding")
+    dropped: float = _setting(
+        0.1, "the share of captions that are replaced by the empty one, for guidance"
+    )
+    seed: int = _setting(0, "of everything random")
+    remat: bool = _setting(
+        False, "rematerialisation: compute activations again rather than keep them"
+    )
+    attention: str = _setting(
+        "plain", f"{' or '.join(ATTENTION)}; flash needs less memory, on one TPU chip"
+    )
 
     def __post_init__(self) -> None:
         check_between(1, np.inf, rank=self.rank, batch=self.batch)
@@ -107,10 +117,17 @@ class Recipe:
 #   diffusers' scripts train_dreambooth_lora.py and train_dreambooth_lora_sdxl.py.
 # - a batch of 4: the latter adds up the gradients of 4 steps; and as many examples rehearsed as
 #   new, as both scripts do.
-# - 5e-4 for the word: cloneofsimo/lora's recipe of pivotal tuning, which trains a LoRA and a word.
-# - a tenth of the captions dropped: as Stable Diffusion 1.5 was trained, by its card.
+# - 1e-4 for the word: cloneofsimo/lora's pivotal tuning, while it trains a LoRA beside the word.
+# - no captions dropped: those scripts drop none.
 FOR_SD = Recipe(
-    rank=4, layers="attention", batch=4, rehearsed=2, rate=1e-4, word_rate=5e-4, steps=500
+    rank=4,
+    layers="attention",
+    batch=4,
+    rehearsed=2,
+    rate=1e-4,
+    word_rate=1e-4,
+    steps=500,
+    dropped=0.0,
 )
 # Where activations are kept, this batch does not fit on a chip of 16 GB: see
 # benchmarks/finetune_tpu.json.
@@ -208,7 +225,10 @@ def read_folder(
         advice = "metadata.jsonl must have a line for each image, and no other"
     else:
         captions = _read_texts(files, names)
-        advice = "write one into a .txt file of the same name, or give one for all by --caption"
+        advice = (
+            "write one into a .txt file of the same name, or give one for all by --caption or, of "
+            "rehearsed pictures, --rehearse-caption"
+        )
     for name in names:
         if captions.get(name) is None:
             if caption is None:
@@ -628,11 +648,16 @@ class Saver:
         args = ocp.args.Composite(about=ocp.args.JsonRestore())
         saved = self._manager.restore(last, args=args).about
         for name, value in about.items():
-            if saved.get(name) != value:
-                raise ValueError(
-                    f"The state in {folder} was saved with {name} = {saved.get(name)!r}, "
-                    f"and now it is {value!r}: give what it was, or a different folder."
-                )
+            if saved.get(name) == value:
+                continue
+            advice = "give what it was, a different FILE or --state, or remove that folder"
+            if name in ("model", "examples"):
+                what = "parameters of the model" if name == "model" else "pictures or captions"
+                raise ValueError(f"The state in {folder} is of other {what}: {advice}.")
+            raise ValueError(
+                f"The state in {folder} was saved with {name} = {saved.get(name)!r}, and now it "
+                f"is {value!r}: {advice}."
+            )
 
     def restore(self, state: State) -> State:
         """The state that was saved last, placed as ``state`` is; or ``state``, if there is none."""
@@ -736,6 +761,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--word", help="a new word in the captions")
     add("--like", default="", help="what the word may mean at first, in words the model knows")
     add("--rehearse", type=Path, help="such a folder of what the model should not forget")
+    add("--rehearse-caption", help="of the rehearsed pictures that have none of their own")
     add(
         "--prior-weight",
         type=float,
@@ -749,7 +775,11 @@ def main(arguments: list[str] | None = None) -> int:
     for field in dataclasses.fields(Recipe):
         name = "--" + field.name.replace("_", "-")
         usual = [getattr(recipe, field.name) for recipe in (Recipe(), FOR_SD, FOR_XL)]
-        said = "default: {} for the bundled models, {} for SD, {} for XL".format(*usual)
+        meaning = field.metadata["help"]
+        if len(set(usual)) == 1:
+            said = f"{meaning} (default: {field.default})"
+        else:
+            said = f"{meaning} (default: {usual[0]} bundled, {usual[1]} SD, {usual[2]} XL)"
         if isinstance(field.default, bool):
             add(name, action=argparse.BooleanOptionalAction, default=None, help=said)
         else:
@@ -774,7 +804,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def read_recipe(options: argparse.Namespace, config: Config) -> Recipe:
     """The usual recipe for a model, with what the command's options say otherwise."""
-    given = {}
+    given = {} if options.rehearse else {"rehearsed": 0}
     for field in dataclasses.fields(Recipe):
         value = getattr(options, field.name)
         if value is not None:
@@ -826,7 +856,7 @@ def fine_tune(options: argparse.Namespace) -> None:
     images, captions = read_folder(options.images, side, side, options.caption)
     rehearsed = None
     if options.rehearse:
-        rehearsed = read_folder(options.rehearse, side, side)
+        rehearsed = read_folder(options.rehearse, side, side, options.rehearse_caption)
     if options.word:
         params, config, tokenize = add_word(params, config, tokenize, options.word, options.like)
         check_word(options.word, captions, tokenize, config)

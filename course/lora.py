@@ -1,4 +1,4 @@
-"""Build LoRA files into a model: ``python -m course.lora SOURCE FOLDER FILE=SCALE [FILE=SCALE …]``.
+"""Build LoRA files into a model: ``python -m course.lora SOURCE FOLDER FILE[=SCALE] …``.
 
 The command adds them to the model SOURCE, a folder in diffusers' format or a Hub id, and writes a
 folder that diffusers loads on PyTorch as well. Sums are made in float32, and saved in the dtype
@@ -15,14 +15,21 @@ import stable_diffusion
 from course.convert import DTYPES
 from helpers import find_folder
 from stable_diffusion.convert import save
-from stable_diffusion.lora import merge, read_lora
+from stable_diffusion.lora import merge, read_lora, word_file
 from stable_diffusion.weights import stored_dtypes
 
 
 def file_and_scale(argument: str) -> tuple[Path, float]:
-    """What is meant by FILE=SCALE."""
-    file, _, scale = argument.rpartition("=")
-    return Path(file), float(scale)
+    """What is meant by FILE=SCALE, where the scale is 1 if it is not given."""
+    file, equals, scale = argument.rpartition("=")
+    if not equals:
+        return Path(argument), 1.0
+    try:
+        return Path(file), float(scale)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"the scale of {file} is {scale!r}: give a number, as {file}=0.8"
+        ) from None
 
 
 def main() -> None:
@@ -31,7 +38,7 @@ def main() -> None:
     )
     parser.add_argument("source", help="a folder in diffusers' format, or a Hub id")
     parser.add_argument("folder", type=Path, help="the folder to write")
-    parser.add_argument("loras", nargs="+", type=file_and_scale, metavar="FILE=SCALE")
+    parser.add_argument("loras", nargs="+", type=file_and_scale, metavar="FILE[=SCALE]")
     parser.add_argument("--variant", help="the word in the names of the model's files, as fp16")
     parser.add_argument("--dtype", choices=DTYPES, help="to save in; by default as the model is")
     arguments = parser.parse_args()
@@ -43,6 +50,11 @@ def main() -> None:
             params = merge(params, lora, scale)
             counts = " and ".join(f"{len(pairs)} weights of {part}" for part, pairs in lora.items())
             print(f"Added {file}, {scale} times, to {counts}.")
+            if word_file(file).exists():
+                print(
+                    f"The new word in {word_file(file)} is not a part of what is written: load it "
+                    "where you draw."
+                )
         if arguments.dtype:
             dtype = jnp.dtype(arguments.dtype)
         else:

@@ -372,7 +372,9 @@ def test_the_command_keeps_the_dtype_of_the_files(models, loras, tmp_path, monke
     rounded, _, _ = sd.load(source, variant="half")
     expected = lora.merge(rounded, loras["kohya"], 0.5)["unet"]["conv_in.weight"]
     assert np.array_equal(found["conv_in.weight"], expected.astype(dtype))
+    inputs = source, tmp_path / "new", LORAS["kohya"], "--variant", "half"  # at the scale of 1
     run_command(course.lora, monkeypatch, *inputs, "--dtype", "float32")
+    expected = lora.merge(rounded, loras["kohya"], 1)["unet"]["conv_in.weight"]
     found, _ = map_safetensors(tmp_path / "new" / UNET)
     assert np.array_equal(found["conv_in.weight"], expected)
 
@@ -421,10 +423,10 @@ def test_without_a_network_a_hub_id_ends_in_a_sentence(error, monkeypatch):
         run_command(course.convert, monkeypatch, "file", "out", "--like", "owner/name")
 
 
-def test_a_lora_without_a_scale_is_refused_by_the_command(monkeypatch, capsys):
+def test_a_scale_that_is_no_number_is_refused_by_the_command(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run_command(course.lora, monkeypatch, SD, "out", "lora.safetensors")
-    assert "invalid file_and_scale value: 'lora.safetensors'" in capsys.readouterr().err
+        run_command(course.lora, monkeypatch, SD, "out", "lora.safetensors=much")
+    assert "the scale of lora.safetensors is 'much': give a number" in capsys.readouterr().err
 
 
 # Schedules that end in pure noise.
