@@ -52,7 +52,7 @@ class Settings:
     """What the images of a call follow from, besides their prompts and numbers."""
 
     checkpoint: str  #: as ``TUTORIAL_CHECKPOINT`` takes it
-    model: str = "sd"  #: its architecture: ``sd`` or ``sdxl``
+    model: str = "sd"  #: the architecture, ``sd`` or ``sdxl``
     seed: int = 0
     steps: int = 15
     guidance: float = 3.0

@@ -71,7 +71,7 @@ nitpick_ignore_regex = [
     # What docstrings say in words about types, and packages that have no inventory here.
     (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|tree|sequence.*|str or None"),
     (r"py:(class|obj)", r"FlaxStableDiffusion.*|(pathlib\.)?Path"),
-    (r"py:(class|obj)", r"(collections\.abc|contextlib|diffusers|PIL|numpy\.typing)\..*"),
+    (r"py:(class|obj)", r"(collections\.abc|contextlib|diffusers|PIL|numpy\.typing|ray)\..*"),
     (r"py:(class|obj)", r"(jax\.stages|jax\._src\.stages|jax\._src\.mesh)\..*"),
 ]
 
