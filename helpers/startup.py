@@ -1,5 +1,7 @@
 """What the setup cell of each chapter does once the course is installed."""
 
+import ctypes
+import functools
 import sys
 
 from helpers import packages
@@ -14,7 +16,8 @@ def start() -> None:
 
     Without an accelerator, the CPU becomes eight devices, or as many as the environment variable
     ``TUTORIAL_DEVICES`` says (``simulate_devices``), and two warnings of diffusers and
-    transformers are silenced (``quiet_warnings``).
+    transformers are silenced (``quiet_warnings``). What the compiler has used goes back to the
+    system, as some platforms have little memory.
 
     Raises
     ------
@@ -31,6 +34,27 @@ def start() -> None:
     check_loaded_versions()
     check_installed_versions()
     simulate_devices()
+    return_memory_of_compiler()
+
+
+@functools.cache  # listeners stay, so one is enough
+def return_memory_of_compiler() -> None:
+    """After each long compilation, return hundreds of MB that it leaves to the C library.
+
+    Only glibc has a function for that.
+    """
+    if sys.platform != "linux":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return
+    from jax import monitoring
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event.endswith("backend_compile_duration") and duration > 1:  # seconds
+            trim(0)
+
+    monitoring.register_event_duration_secs_listener(listen)
 
 
 def check_loaded_versions() -> None:
