@@ -82,7 +82,10 @@ def kill_an_actor(folder: Path, killed: list[float]) -> None:
 
 def main() -> int:
     rows = make_rows()
-    folders = [Path(tempfile.mkdtemp()) for _ in range(4)]
+    temporary = tempfile.TemporaryDirectory()
+    folders = [Path(temporary.name, name) for name in ("loop", "one", "two", "killed")]
+    for folder in folders:
+        folder.mkdir()
     loop = draw_in_a_loop(rows, folders[0])
     loop = draw_in_a_loop(rows, folders[0])  # with the compiled program on the disk, as for actors
     begin = time.time()

@@ -38,6 +38,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import stable_diffusion as sd
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, pick_checkpoint
+from helpers.inputs import unknown_words
 from stable_diffusion.tokenizer import Encoder, read_tokenizer
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
@@ -73,6 +74,7 @@ class Draw:
         self.split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
         self.size = -(-settings.batch // mesh.size) * mesh.size  # what the devices can share
         self.params, self.config, self.tokenize = load_model(settings, everywhere)
+        self.options = (self.tokenize([""]), settings.steps, settings.guidance)
         self.draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
 
     def __call__(self, rows: Rows) -> Rows:
@@ -82,9 +84,8 @@ class Draw:
         ids = self.tokenize(list(rows["prompt"][filled]))
         keys = image_keys(self.settings.seed, rows["number"][filled])
         ids, keys = jax.device_put((ids, keys), self.split)
-        options = (self.tokenize([""]), self.settings.steps, self.settings.guidance)
         with explaining_memory(self.size):
-            images = self.draw(self.params, self.config, ids, keys, *options)
+            images = self.draw(self.params, self.config, ids, keys, *self.options)
             images = np.asarray(images)[:count]
         self.write(rows | {"image": to_bytes(images)})
         worker = f"process {os.getpid()} on {socket.gethostname()}"
@@ -132,9 +133,8 @@ def image_keys(seed: int, numbers: np.ndarray) -> jax.Array:
     return fold_in(jax.random.key(seed), jnp.asarray(numbers, jnp.uint32))
 
 
-def to_bytes(images: jax.Array) -> np.ndarray:
+def to_bytes(images: np.ndarray) -> np.ndarray:
     """Images as uint8 from images as float32 from 0 to 1; ``RuntimeError`` if one is not finite."""
-    images = np.asarray(images)
     if not np.isfinite(images).all():
         raise RuntimeError("An image has values that are not finite: the numbers went wrong.")
     return np.uint8(np.round(255 * images))
@@ -142,14 +142,13 @@ def to_bytes(images: jax.Array) -> np.ndarray:
 
 def load_model(settings: Settings, sharding: jax.sharding.Sharding) -> tuple:
     """Parameters, configuration and tokenizer of the model, on an actor's machine."""
-    os.environ[CHECKPOINT_VARIABLE] = settings.checkpoint
     # What one actor of a machine has compiled, the others and those after it need not.
     if not jax.config.jax_compilation_cache_dir:
         folder = Path.home() / ".cache" / "stable-diffusion-jax-course"
         jax.config.update("jax_compilation_cache_dir", str(folder))
     warnings.simplefilter("ignore")  # of long prompts, main has warned
     try:
-        checkpoint = pick_checkpoint(settings.model, safetensors=True)
+        checkpoint = pick_checkpoint(settings.model, safetensors=True, choice=settings.checkpoint)
         return sd.load(download(checkpoint), checkpoint.dtype, sharding)
     except (OSError, ValueError, RuntimeError) as error:
         raise RuntimeError(
@@ -214,10 +213,9 @@ def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -
         if len(ids) > most:
             yield f"Prompt {row['number']}, {shown!r}, has {len(ids)} tokens, and {most} are read."
         if words is not None:
-            asked = re.findall(r"\w+", row["prompt"].lower())
-            unknown = [word for word in asked if word not in words]
-            if unknown or not asked:
-                what = ", ".join(map(repr, dict.fromkeys(unknown))) or "any of it"
+            unknown = unknown_words(row["prompt"], words)
+            if unknown or not re.search(r"\w", row["prompt"]):
+                what = ", ".join(map(repr, unknown)) or "any of it"
                 known = "the bundled checkpoint never saw"
                 yield f"Prompt {row['number']}, {shown!r}: {known} {what}."
 
@@ -512,16 +510,7 @@ def choose_settings(options: argparse.Namespace) -> tuple[Settings, Checkpoint]:
     checkpoint = options.checkpoint
     if Path(checkpoint).is_dir():  # the actors may be in another folder
         checkpoint = str(Path(checkpoint).absolute())
-    before = os.environ.get(CHECKPOINT_VARIABLE)
-    os.environ[CHECKPOINT_VARIABLE] = checkpoint
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            found = pick_checkpoint(options.model, safetensors=True)
-    finally:
-        if before is None:
-            del os.environ[CHECKPOINT_VARIABLE]
-        else:
-            os.environ[CHECKPOINT_VARIABLE] = before
+    found = pick_checkpoint(options.model, safetensors=True, choice=checkpoint)
     settings = Settings(
         checkpoint=checkpoint,
         model=options.model,

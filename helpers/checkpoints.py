@@ -127,7 +127,9 @@ _MODELS = {
 }
 
 
-def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
+def pick_checkpoint(
+    model: str = "sd", safetensors: bool = False, choice: str | None = None
+) -> Checkpoint:
     """Choose the weights that fit this machine, and say in one line what was chosen.
 
     On a TPU or GPU with enough memory these are Stable Diffusion's own, for bfloat16. On a CPU, or
@@ -141,6 +143,8 @@ def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
         The architecture that the chapter teaches: that of Stable Diffusion 1, or XL.
     safetensors : bool
         Whether weights may be safetensors, too, as the chapters from 11 on read them.
+    choice : str, optional
+        What decides in place of ``TUTORIAL_CHECKPOINT``, in the same words.
 
     Returns
     -------
@@ -166,6 +170,8 @@ def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
         raise ValueError(
             f"There is no model {model!r} in this course: choose one of {', '.join(_MODELS)}."
         )
+    if choice:
+        return _ready(_find(choice, model, safetensors))
     choice = os.environ.get(CHECKPOINT_VARIABLE)
     if choice:
         checkpoint = _find(choice, model, safetensors)

@@ -135,11 +135,19 @@ def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
     known = tokenizer.init_kwargs.get("caption_words")
     if known is None:
         return
-    words = dict.fromkeys(re.findall(r"\w+", prompt.lower()))
-    unknown = [word for word in words if word not in known]
-    if unknown:
+    if unknown := unknown_words(prompt, known):
         warnings.warn(
             f"The bundled checkpoint never saw {', '.join(map(repr, unknown))}, so expect nothing "
             f"sensible of {prompt!r}. It knows these words: {', '.join(known)}.",
             stacklevel=3,
         )
+
+
+def unknown_words(prompt: str, known: list[str]) -> list[str]:
+    """The words of a prompt that are not among the known ones, each once, in their order.
+
+    >>> unknown_words("A red house", ["a", "red", "heart"])
+    ['house']
+    """
+    words = dict.fromkeys(re.findall(r"\w+", prompt.lower()))
+    return [word for word in words if word not in known]

@@ -114,7 +114,7 @@ def test_every_page_loads_without_errors_and_missing_files(site, browser, addres
         ("index", "addressable_shards", "03_replicate_shard"),
         ("zh-CN/index", "词元编号", "03_replicate_shard"),
         ("zh-CN/index", "轴", "03_replicate_shard"),
-        ("zh-CN/index", "unreplicate", "03_replicate_shard"),
+        ("zh-CN/index", "addressable_shards", "03_replicate_shard"),
         ("zh-CN/index", "CFG Scale", "glossary"),
         ("zh-CN/index", "管线", "glossary"),
     ],
