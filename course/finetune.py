@@ -673,8 +673,11 @@ class Saver:
         step = int(state.step)
         if step == self._manager.latest_step():
             return
+        # All devices have the same state, so the host's copy will do. From the devices' own, Orbax
+        # would take a slice of each array from each device, by a program for each shape.
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(self._about)
+            state=ocp.args.StandardSave(jax.device_get(state)),
+            about=ocp.args.JsonSave(self._about),
         )
         self._manager.save(step, args=args, force=True)
 
@@ -726,7 +729,7 @@ def train(
             passed = time.monotonic() - start
             is_over = passed > seconds
             if done % 10 == 0 or done in (first, last) or is_over:
-                recent = float(state.losses[max(0, done - 50) : done].mean())
+                recent = np.asarray(state.losses)[max(0, done - 50) : done].mean()
                 line = f"step {done} of {total}, loss {recent:.4f}, {passed:.0f} s "
                 print(f"\r{line}", end="", flush=True)
             if saver and done % every == 0:

@@ -4,6 +4,8 @@ import ctypes
 import functools
 import sys
 
+from IPython import get_ipython
+
 from helpers import packages
 from helpers.devices import simulate_devices
 
@@ -16,8 +18,8 @@ def start() -> None:
 
     Without an accelerator, the CPU becomes eight devices, or as many as the environment variable
     ``TUTORIAL_DEVICES`` says (``simulate_devices``), and two warnings of diffusers and
-    transformers are silenced (``quiet_warnings``). What the compiler has used goes back to the
-    system, as some platforms have little memory.
+    transformers are silenced (``quiet_warnings``). Free memory goes back to the system, as some
+    platforms have little.
 
     Raises
     ------
@@ -34,14 +36,15 @@ def start() -> None:
     check_loaded_versions()
     check_installed_versions()
     simulate_devices()
-    return_memory_of_compiler()
+    return_free_memory()
 
 
-@functools.cache  # listeners stay, so one is enough
-def return_memory_of_compiler() -> None:
-    """After each long compilation, return hundreds of MB that it leaves to the C library.
+@functools.cache  # listeners stay, so one of each is enough
+def return_free_memory() -> None:
+    """Return free memory to the system after each cell and each long compilation.
 
-    Only glibc has a function for that.
+    The C library keeps what was freed, and in a chapter that is hundreds of MB. Only glibc has a
+    function for that.
     """
     if sys.platform != "linux":
         return
@@ -50,11 +53,14 @@ def return_memory_of_compiler() -> None:
         return
     from jax import monitoring
 
-    def listen(event: str, duration: float, **_: object) -> None:
+    def after_compilation(event: str, duration: float, **_: object) -> None:
         if event.endswith("backend_compile_duration") and duration > 1:  # seconds
             trim(0)
 
-    monitoring.register_event_duration_secs_listener(listen)
+    monitoring.register_event_duration_secs_listener(after_compilation)
+    shell = get_ipython()
+    if shell:
+        shell.events.register("post_run_cell", lambda _: trim(0))
 
 
 def check_loaded_versions() -> None:
