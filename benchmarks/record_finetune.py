@@ -108,7 +108,7 @@ def score(found: dict[str, list], kinds: dict = KINDS) -> dict[str, float]:
 
 
 def count_shapes(found: list) -> dict[str, int]:
-    """How many images show which shape, the most frequent first; None where none can be named."""
+    """How many images show which shape, by frequency; "none" where it cannot be named."""
     shapes = [getattr(seen, "shape", "none") for seen in found]
     return dict(Counter(shapes).most_common())
 

@@ -854,6 +854,11 @@ def fine_tune(options: argparse.Namespace) -> None:
     check_options(options)
     params, config, tokenize = sd.load(find_folder(options.model), options.dtype)
     recipe = read_recipe(options, config)
+    if recipe.attention == "flash" and jax.device_count() > 1:
+        raise ValueError(
+            f"The compiler cannot split the flash kernel over {jax.device_count()} devices: "
+            "leave --attention out."
+        )
     print(recipe)
     side = config.unet.sample_size * config.pixels_per_latent
     images, captions = read_folder(options.images, side, side, options.caption)
@@ -878,11 +883,6 @@ def fine_tune(options: argparse.Namespace) -> None:
         prior_weight=options.prior_weight,
     )
     params = trained_parts(params, has_word)
-    if recipe.attention == "flash" and jax.device_count() > 1:
-        raise ValueError(
-            f"The compiler cannot split the flash kernel over {jax.device_count()} devices: "
-            "leave --attention out."
-        )
 
     folder = options.state or options.file.with_suffix(".state")
     saver = Saver(folder, describe(params, recipe, data))

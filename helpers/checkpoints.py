@@ -283,12 +283,7 @@ def find_folder(name: str | Path, weights: bool = True, variant: str | None = No
         return Path(name)
     if name in bundled_names():
         return Path(bundled_checkpoint(name).source)
-    hub_id, _, revision = name.partition("@")
-    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
-        raise RuntimeError(
-            f"{name} is no folder, no Hub id (owner/name), and no bundled checkpoint "
-            f"({', '.join(bundled_names())}): correct it."
-        )
+    hub_id, revision = _split_hub_id(name, f"{name} is", "correct it")
     wanted = ["*.json", "*.txt"]
     unwanted = ["safety_checker/*", "*non_ema*"]
     if weights and variant:
@@ -301,11 +296,25 @@ def find_folder(name: str | Path, weights: bool = True, variant: str | None = No
         return Path(
             snapshot_download(
                 hub_id,
-                revision=revision or None,
+                revision=revision,
                 allow_patterns=wanted,
                 ignore_patterns=unwanted,
             )
         )
+
+
+def _split_hub_id(name: str, intro: str, advice: str) -> tuple[str, str | None]:
+    """The Hub id and the revision in owner/name@revision; None where no revision is said.
+
+    If it is none, a RuntimeError begins with ``intro`` and ends in ``advice``.
+    """
+    hub_id, _, revision = name.partition("@")
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
+        raise RuntimeError(
+            f"{intro} no folder, no Hub id (owner/name), and no bundled checkpoint "
+            f"({', '.join(bundled_names())}): {advice}."
+        )
+    return hub_id, revision or None
 
 
 @contextmanager
@@ -353,12 +362,9 @@ def _find(choice: str, model: str, safetensors: bool) -> Checkpoint:
         _check_weights(f"The folder {choice}", names, safetensors)
         _check_architecture(choice, Path(choice, "model_index.json"), model)
         return _from_folder(Path(choice), choice, _PHOTO_PROMPTS)
-    hub_id, _, revision = choice.partition("@")
-    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
-        raise RuntimeError(
-            f"{CHECKPOINT_VARIABLE} is {choice!r}: no folder, no Hub id (owner/name), and no "
-            f"bundled checkpoint ({', '.join(bundled_names())}): correct it or unset it."
-        )
+    hub_id, revision = _split_hub_id(
+        choice, f"{CHECKPOINT_VARIABLE} is {choice!r}:", "correct it or unset it"
+    )
     return _from_hub(hub_id, revision or "main", model, safetensors)
 
 

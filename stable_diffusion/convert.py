@@ -143,29 +143,6 @@ def name_open_clip(name: str) -> tuple[str, int | None]:
     return f"{layer}.attn.in_proj_{kind}", "qkv".index(letter)
 
 
-def original_name(part: str, name: str, config: Config) -> tuple[str, int | None]:
-    """What a parameter is called in the original layout.
-
-    The second result is as of ``name_open_clip``: which third of that array it is, or None.
-    """
-    if part == "unet":
-        return UNET + name_unet(name, config), None
-    if part == "vae":
-        return VAE + name_vae(name, config), None
-    if part == "text_encoder_2":
-        prefix, is_open_clip = XL_TEXT_2, True
-    elif config.is_xl:
-        prefix, is_open_clip = XL_TEXT, False
-    elif config.text[0].hidden_act == "gelu":  # Stable Diffusion 2, whose encoder is of OpenCLIP
-        prefix, is_open_clip = TEXT_2, True
-    else:
-        prefix, is_open_clip = TEXT_1, False
-    if not is_open_clip:
-        return prefix + name, None
-    theirs, third = name_open_clip(name)
-    return prefix + theirs, third
-
-
 class Layout(NamedTuple):
     """How a single file may name the parameters of a part."""
 
@@ -222,6 +199,16 @@ def name_in_layout(layout: Layout, part: str, name: str, config: Config) -> tupl
     elif layout.names == "original":
         name = name_unet(name, config) if part == "unet" else name_vae(name, config)
     return layout.prefix + name, third
+
+
+def original_name(part: str, name: str, config: Config) -> tuple[str, int | None]:
+    """What a parameter is called in the original layout, as of ``name_in_layout``."""
+    layout = LAYOUTS[part][0]
+    if part == "text_encoder" and config.is_xl:
+        layout = Layout(XL_TEXT, "diffusers")
+    elif part == "text_encoder" and config.text[0].hidden_act == "gelu":
+        layout = Layout(TEXT_2, "open_clip")  # of Stable Diffusion 2
+    return name_in_layout(layout, part, name, config)
 
 
 def read_single_file(

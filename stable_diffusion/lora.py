@@ -512,14 +512,18 @@ def add_word(
         )
     encoder = tokenize.encoders[0]
     if not re.fullmatch(r"\w+", word):
-        raise ValueError(
-            f"{word!r} is no new word: "
-            "choose one without spaces and signs that the model does not know."
-        )
+        raise _not_new(word)
     table = params["text_encoder"][EMBEDDINGS]
     known = table[np.array(encoder.split(like))]  # (tokens, channels)
     vectors = {"text_encoder": known.mean(axis=0)[None]}
     return _append_word(params, config, tokenize, word, vectors)
+
+
+def _not_new(word: str) -> ValueError:
+    return ValueError(
+        f"{word!r} is no new word: choose one without spaces and signs that the model does not "
+        "know."
+    )
 
 
 def _append_word(
@@ -531,10 +535,7 @@ def _append_word(
     channels).
     """
     if not word.strip() or len(word.split()) > 1 or len(tokenize.encoders[0].split(word)) == 1:
-        raise ValueError(
-            f"{word!r} is no new word: "
-            "choose one without spaces and signs that the model does not know."
-        )
+        raise _not_new(word)
     number = len(vectors["text_encoder"])
     tokenize = tokenize.with_word(word, number)
     changed = dict(params)
@@ -575,22 +576,8 @@ def read_word(
 ) -> tuple[dict, Config, Tokenizer]:
     """Give a model the word of a LoRA, with the embedding that was trained.
 
-    Parameters
-    ----------
-    file : str or Path
-        The LoRA's, beside which the word's is.
-    params, config, tokenize : dict, Config, Tokenizer
-        From ``stable_diffusion.load``.
-
-    Returns
-    -------
-    params, config, tokenize : dict, Config, Tokenizer
-        As of ``add_word``.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        If the file is missing, damaged or for a different model.
+    ``file`` is the LoRA's, beside which the word's is. Everything else is as of ``read_embedding``,
+    which reads it.
     """
     return read_embedding(word_file(file), params, config, tokenize)
 
