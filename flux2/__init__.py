@@ -1,0 +1,51 @@
+"""FLUX.2-klein in plain JAX: functions of dictionaries of parameters."""
+
+from flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
+from flux2.parameters import (
+    DATA_PARALLEL,
+    TENSOR_PARALLEL,
+    model_parameters,
+    parameter_shapes,
+    shardings,
+)
+from flux2.pipeline import (
+    STATIC,
+    denoise,
+    encode_images,
+    encode_prompts,
+    generate,
+    positions,
+    random_tokens,
+    text_positions,
+)
+from flux2.sampler import euler, shift_by_size, times
+from flux2.transformer import velocity
+from flux2.vae import decode
+from flux2.weights import load
+
+__all__ = [
+    "DATA_PARALLEL",
+    "STATIC",
+    "TENSOR_PARALLEL",
+    "Config",
+    "TextConfig",
+    "TransformerConfig",
+    "VAEConfig",
+    "decode",
+    "denoise",
+    "encode_images",
+    "encode_prompts",
+    "euler",
+    "generate",
+    "load",
+    "model_parameters",
+    "parameter_shapes",
+    "positions",
+    "random_tokens",
+    "read_config",
+    "shardings",
+    "shift_by_size",
+    "text_positions",
+    "times",
+    "velocity",
+]

@@ -1,0 +1,145 @@
+"""What a model's configuration files say of its sizes."""
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """diffusers' ``Flux2Transformer2DModel``: the defaults are FLUX.2-klein-4B's."""
+
+    in_channels: int = 128  # of a token of the image: 32 channels of 2 x 2 latents
+    num_layers: int = 5  # double-stream blocks
+    num_single_layers: int = 20
+    attention_head_dim: int = 128
+    num_attention_heads: int = 24
+    joint_attention_dim: int = 7680  # of a token of the text: three layers of the text encoder
+    timestep_guidance_channels: int = 256
+    mlp_ratio: float = 3.0
+    axes_dims_rope: tuple[int, ...] = (32, 32, 32, 32)
+    rope_theta: float = 2000.0
+    eps: float = 1e-6
+
+    @property
+    def width(self) -> int:
+        return self.num_attention_heads * self.attention_head_dim
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """transformers' ``Qwen3ForCausalLM``: the defaults are Qwen3-4B's."""
+
+    vocab_size: int = 151_936
+    hidden_size: int = 2560
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 36
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    rope_theta: float = 1_000_000.0
+    rms_norm_eps: float = 1e-6
+
+    @property
+    def read_layers(self) -> tuple[int, int, int]:
+        """After how many layers the text is read: of 36, after 9, 18 and 27; of 4, 1, 2 and 3."""
+        quarter = self.num_hidden_layers // 4
+        return (quarter, 2 * quarter, 3 * quarter)
+
+
+@dataclass(frozen=True)
+class VAEConfig:
+    """diffusers' ``AutoencoderKLFlux2``: the defaults are FLUX.2's."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
+    decoder_block_out_channels: tuple[int, ...] | None = None  # None: the same
+    layers_per_block: int = 2
+    latent_channels: int = 32
+    norm_num_groups: int = 32
+    batch_norm_eps: float = 1e-4
+    patch_size: tuple[int, int] = (2, 2)
+
+    @property
+    def pixels_per_token(self) -> int:
+        """How many pixels high and wide the part of an image is that becomes one token."""
+        return 2 ** (len(self.block_out_channels) - 1) * self.patch_size[0]
+
+
+@dataclass(frozen=True)
+class Config:
+    """All parts of a model. It is hashable, so that ``jax.jit`` takes it as a static argument."""
+
+    transformer: TransformerConfig = TransformerConfig()
+    text_encoder: TextConfig = TextConfig()
+    vae: VAEConfig = VAEConfig()
+    shift_by_size: bool = True  # of the sampler's times: see flux2.sampler
+    is_distilled: bool = True  # then it draws in four steps, without guidance
+
+
+# What this code computes, whatever the configuration says: it has to say the same.
+_EXPECTED = {
+    "transformer": {"_class_name": ("Flux2Transformer2DModel",), "guidance_embeds": (False,)},
+    "text_encoder": {
+        "model_type": ("qwen3",),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "use_sliding_window": (False,),
+        "rope_scaling": (None,),
+    },
+    "vae": {
+        "_class_name": ("AutoencoderKLFlux2",),
+        "act_fn": ("silu",),
+        "mid_block_add_attention": (True,),
+        "use_quant_conv": (True,),
+        "use_post_quant_conv": (True,),
+    },
+}
+
+
+def read_config(folder: str | Path) -> Config:
+    """Read the configuration of a folder in diffusers' format. No weights are needed.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a file is missing.
+    ValueError
+        If the model is of another kind, or has what this code does not compute.
+    """
+    folder = Path(folder)
+    index = _read_json(folder / "model_index.json")
+    if index.get("_class_name") != "Flux2KleinPipeline":
+        raise ValueError(
+            f"{folder} is made for {index.get('_class_name')}, and this code reads "
+            "Flux2KleinPipeline, such as black-forest-labs/FLUX.2-klein-4B."
+        )
+    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
+    return Config(
+        transformer=_read_part(folder, "transformer", TransformerConfig),
+        text_encoder=_read_part(folder, "text_encoder", TextConfig),
+        vae=_read_part(folder, "vae", VAEConfig),
+        shift_by_size=scheduler.get("use_dynamic_shifting", False),
+        is_distilled=index.get("is_distilled", False),
+    )
+
+
+def _read_part(folder: Path, part: str, kind: type) -> Any:
+    file = folder / part / "config.json"
+    found = _read_json(file)
+    for name, expected in _EXPECTED[part].items():
+        if name in found and found[name] not in expected:
+            raise ValueError(
+                f"{file} says {name}: {found[name]!r}, and this code computes {expected[0]!r} only."
+            )
+    # Where a name is missing, the default holds, as it does in diffusers.
+    values = {field.name: found[field.name] for field in fields(kind) if field.name in found}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def _read_json(file: Path) -> dict:
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,226 @@
+"""From a prompt to an image, and from an image and a prompt to another image."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flux2 import sampler, text, transformer, vae
+from flux2.configs import Config
+
+REFERENCE_DISTANCE = 10  # of a reference image from the image, on the first axis of positions
+
+
+def positions(rows: int, columns: int, reference: int = 0) -> np.ndarray:
+    """Where an image's tokens are, on four axes: (rows * columns, 4).
+
+    The axes are the number of the reference image (times 10; 0 is the image itself), the row, the
+    column, and the place in a text, which is 0 for images.
+
+    >>> positions(1, 2, reference=1).tolist()
+    [[10, 0, 0, 0], [10, 0, 1, 0]]
+    """
+    found = np.zeros((rows, columns, 4), np.int32)
+    found[..., 0] = REFERENCE_DISTANCE * reference
+    found[..., 1] = np.arange(rows)[:, None]
+    found[..., 2] = np.arange(columns)
+    return found.reshape(-1, 4)
+
+
+def text_positions(tokens: int) -> np.ndarray:
+    """Where a text's tokens are, on the same axes: (tokens, 4)."""
+    found = np.zeros((tokens, 4), np.int32)
+    found[:, 3] = np.arange(tokens)
+    return found
+
+
+def encode_prompts(params: dict, config: Config, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    """What the transformer gets of prompts: (prompts, tokens, joint_attention_dim).
+
+    ``ids`` and ``mask`` come from the tokenizer. The transformer sees the padding, too: it was
+    trained so.
+    """
+    return text.encode_text(params["text_encoder"], config.text_encoder, ids, mask)
+
+
+def encode_images(params: dict, config: Config, images: jax.Array) -> jax.Array:
+    """Tokens of images from 0 to 1, (batch, height, width, 3): (batch, tokens, channels)."""
+    return vae.encode(params["vae"], config.vae, images)
+
+
+def random_tokens(key: jax.Array, config: Config, batch: int, height: int, width: int) -> jax.Array:
+    """Noise to start from, for images of so many pixels: float32, (batch, tokens, channels)."""
+    rows, columns = size_in_tokens(config, height, width)
+    return jax.random.normal(key, (batch, rows * columns, config.transformer.in_channels))
+
+
+def size_in_tokens(config: Config, height: int, width: int) -> tuple[int, int]:
+    """How many rows and columns of tokens an image of so many pixels has.
+
+    Raises
+    ------
+    ValueError
+        If the pixels of a token do not divide the height or the width.
+    """
+    side = config.vae.pixels_per_token
+    if height % side or width % side:
+        raise ValueError(
+            f"{height} x {width} pixels cannot be divided into tokens of {side} x {side} pixels: "
+            f"choose multiples of {side}."
+        )
+    return height // side, width // side
+
+
+def denoise(
+    params: dict,
+    config: Config,
+    noise: jax.Array,
+    prompt: jax.Array,
+    height: int,
+    width: int,
+    steps: int = 4,
+    guidance: float | jax.Array | None = None,
+    empty: jax.Array | None = None,
+    reference: jax.Array | None = None,
+    shift: float | None = None,
+) -> jax.Array:
+    """From noise to the tokens of an image: the steps of ``generate``, without its encoders.
+
+    Parameters
+    ----------
+    params : dict
+    config : Config
+    noise : jax.Array
+        As ``random_tokens`` gives it.
+    prompt : jax.Array
+        As ``encode_prompts`` gives it.
+    height, width : int
+        Of the image, in pixels.
+    steps : int
+    guidance : float or jax.Array, optional
+        How far to go beyond what the empty prompt gives. Without, one run of the transformer does
+        for a step, as in distilled models.
+    empty : jax.Array, optional
+        The empty prompt, encoded, where there is guidance: (1 or batch, tokens, channels).
+    reference : jax.Array, optional
+        Images to be edited, encoded, of the same height and width: (batch, tokens, channels). If
+        their number of tokens is a multiple, there are several for each image.
+    shift : float, optional
+        Of the sampler's times. If it is not given, the configuration decides.
+
+    Returns
+    -------
+    jax.Array
+        (batch, tokens, channels), float32.
+    """
+    rows, columns = size_in_tokens(config, height, width)
+    tokens = rows * columns
+    places = [positions(rows, columns)]
+    if reference is not None:
+        for number in range(reference.shape[1] // tokens):
+            places.append(positions(rows, columns, reference=number + 1))
+    image_positions = np.concatenate(places)
+    if shift is None:
+        shift = sampler.shift_by_size(tokens, steps) if config.shift_by_size else 1.0
+
+    def run(x: jax.Array, prompt: jax.Array, time: jax.Array) -> jax.Array:
+        image = x
+        if reference is not None:
+            repeated = jnp.tile(reference, (len(x) // len(reference), 1, 1))
+            image = jnp.concatenate([x, repeated.astype(x.dtype)], axis=1)
+        moved = transformer.velocity(
+            params["transformer"],
+            config.transformer,
+            image,
+            prompt,
+            jnp.full(len(x), time),
+            image_positions,
+            text_positions(prompt.shape[1]),
+        )
+        return moved[:, :tokens]
+
+    def velocity(x: jax.Array, time: jax.Array) -> jax.Array:
+        if guidance is None:
+            return run(x, prompt, time)
+        both = jnp.concatenate([jnp.broadcast_to(empty, prompt.shape), prompt])
+        without, with_prompt = jnp.split(run(jnp.concatenate([x, x]), both, time), 2)
+        return without + guidance * (with_prompt - without)
+
+    with jax.named_scope("denoise"):
+        return sampler.euler(velocity, noise, sampler.times(steps, shift))
+
+
+def generate(
+    params: dict,
+    config: Config,
+    ids: jax.Array,
+    mask: jax.Array,
+    noise: jax.Array,
+    height: int,
+    width: int,
+    steps: int = 4,
+    guidance: float | jax.Array | None = None,
+    empty: tuple[jax.Array, jax.Array] | None = None,
+    images: jax.Array | None = None,
+    shift: float | None = None,
+) -> jax.Array:
+    """diffusers' ``Flux2KleinPipeline``: from prompts to images, or from images to edited ones.
+
+    For ``jax.jit``, ``config``, ``height``, ``width``, ``steps`` and ``shift`` are static:
+    ``flux2.STATIC`` has their names.
+
+    Parameters
+    ----------
+    params : dict
+        As ``load`` gives them.
+    config : Config
+    ids, mask : jax.Array
+        As the tokenizer gives them.
+    noise : jax.Array
+        As ``random_tokens`` gives it, one for each prompt.
+    height, width : int
+        In pixels.
+    steps : int
+    guidance : float or jax.Array, optional
+        For models that are not distilled. The published base has 4.
+    empty : tuple of jax.Array, optional
+        ``ids`` and ``mask`` of the empty prompt, where there is guidance.
+    images : jax.Array, optional
+        Images to edit, from 0 to 1: (batch, height, width, 3).
+    shift : float, optional
+        As in ``denoise``.
+
+    Returns
+    -------
+    jax.Array
+        Images from 0 to 1: float32, (batch, height, width, 3).
+
+    Raises
+    ------
+    ValueError
+        If the size is not one of whole tokens, or there is guidance without an empty prompt.
+    """
+    if guidance is not None and empty is None:
+        raise ValueError("With guidance, give the empty prompt, too: empty=tokenize([''])")
+    encoded_empty = None
+    if guidance is not None:
+        encoded_empty = encode_prompts(params, config, *empty)
+    reference = None
+    if images is not None:
+        reference = encode_images(params, config, images)
+    tokens = denoise(
+        params,
+        config,
+        noise,
+        encode_prompts(params, config, ids, mask),
+        height=height,
+        width=width,
+        steps=steps,
+        guidance=guidance,
+        empty=encoded_empty,
+        reference=reference,
+        shift=shift,
+    )
+    return vae.decode(params["vae"], config.vae, tokens, height, width)
+
+
+STATIC = ("config", "height", "width", "steps", "shift")

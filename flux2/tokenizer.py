@@ -1,0 +1,58 @@
+"""Qwen's tokenizer: from prompts to token ids, in the form of a chat."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+# What Qwen3's chat template makes of one message to which it shall answer without thinking.
+TEMPLATE = (
+    "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+PADDING = "<|endoftext|>"
+MOST_TOKENS = 512  # of a prompt, with the template around it
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Turns prompts into token ids. To use it, call it with a list of prompts."""
+
+    splitter: tokenizers.Tokenizer
+    room: int = MOST_TOKENS  # how many tokens the text encoder reads
+
+    def __call__(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids, int32, and which of them are no padding, bool: each (prompts, tokens).
+
+        If a prompt is too long, there is a warning, and its end is left out.
+        """
+        padding = self.splitter.token_to_id(PADDING)
+        ids = np.full((len(prompts), self.room), padding, np.int32)
+        mask = np.zeros(ids.shape, bool)
+        for row, prompt in enumerate(prompts):
+            found = self.splitter.encode(TEMPLATE.format(prompt=prompt)).ids
+            if len(found) > self.room:
+                warnings.warn(
+                    f"A prompt has {len(found)} tokens with the template around it, and "
+                    f"{self.room} are read: its end is left out.",
+                    stacklevel=2,
+                )
+                found = found[: self.room]
+            ids[row, : len(found)] = found
+            mask[row, : len(found)] = True
+        return ids, mask
+
+
+def read_tokenizer(folder: str | Path, room: int = MOST_TOKENS) -> Tokenizer:
+    """Read ``tokenizer.json`` of a tokenizer's folder.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it is missing.
+    """
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), room)

@@ -1,0 +1,230 @@
+"""The transformer: it predicts the velocity from tokens of the image and tokens of the text.
+
+In *double-stream* blocks, text and image have weights of their own and meet in attention only. In
+*single-stream* blocks, they are one sequence, and attention and feed-forward layer work side by
+side on the same input.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flux2.configs import TransformerConfig
+from flux2.layers import (
+    Parameter,
+    attention,
+    layer_norm,
+    linear,
+    linear_parameters,
+    rms_norm,
+    scan_blocks,
+    stack_parameters,
+    swiglu,
+    within,
+)
+
+DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
+
+
+def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
+    """Shapes and logical axes of the transformer's parameters, by name."""
+    width = config.width
+    head = {"weight": Parameter((config.attention_head_dim,), (None,))}
+    hidden = int(width * config.mlp_ratio)
+
+    double = {}
+    for query, key, value, out in (
+        ("to_q", "to_k", "to_v", "to_out.0"),
+        ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    ):
+        for name in (query, key, value):
+            double |= within(f"attn.{name}", linear_parameters(width, width, ("embed", "heads")))
+        double |= within(f"attn.{out}", linear_parameters(width, width, ("heads", "embed")))
+    for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+        double |= within(f"attn.{name}", head)
+    for name in ("ff", "ff_context"):
+        double |= within(
+            f"{name}.linear_in", linear_parameters(width, 2 * hidden, ("embed", "mlp"))
+        )
+        double |= within(f"{name}.linear_out", linear_parameters(hidden, width, ("mlp", "embed")))
+
+    # One matrix for queries, keys, values and both halves of the feed-forward layer, and one that
+    # takes the results of both. Split over devices, each part of it has to be split by itself.
+    single = within(
+        "attn.to_qkv_mlp_proj",
+        linear_parameters(width, 3 * width + 2 * hidden, ("embed", "heads_and_mlp")),
+    )
+    single |= within(
+        "attn.to_out", linear_parameters(width + hidden, width, ("heads_and_mlp", "embed"))
+    )
+    single |= within("attn.norm_q", head) | within("attn.norm_k", head)
+
+    found = within("x_embedder", linear_parameters(config.in_channels, width, (None, "embed")))
+    found |= within(
+        "context_embedder", linear_parameters(config.joint_attention_dim, width, (None, "embed"))
+    )
+    embedder = "time_guidance_embed.timestep_embedder"
+    frequencies = config.timestep_guidance_channels
+    found |= within(f"{embedder}.linear_1", linear_parameters(frequencies, width, (None, "embed")))
+    found |= within(f"{embedder}.linear_2", linear_parameters(width, width, (None, "embed")))
+    for name, sets in (
+        ("double_stream_modulation_img", 2),
+        ("double_stream_modulation_txt", 2),
+        ("single_stream_modulation", 1),
+    ):
+        found |= within(f"{name}.linear", linear_parameters(width, 3 * sets * width))
+    found |= stack_parameters(DOUBLE, config.num_layers, double)
+    found |= stack_parameters(SINGLE, config.num_single_layers, single)
+    found |= within("norm_out.linear", linear_parameters(width, 2 * width))
+    return found | within("proj_out", linear_parameters(width, config.in_channels, ("embed", None)))
+
+
+def velocity(
+    p: dict,
+    config: TransformerConfig,
+    image: jax.Array,
+    text: jax.Array,
+    time: jax.Array,
+    image_positions: np.ndarray,
+    text_positions: np.ndarray,
+) -> jax.Array:
+    """diffusers' ``Flux2Transformer2DModel``: noise minus data, as the model predicts it.
+
+    Parameters
+    ----------
+    p : dict
+        The transformer's parameters.
+    config : TransformerConfig
+    image : jax.Array
+        Tokens of the noisy image, and behind them those of reference images, if there are any:
+        (batch, image tokens, in_channels).
+    text : jax.Array
+        (batch, text tokens, joint_attention_dim).
+    time : jax.Array
+        From 0, which is data, to 1, which is noise: (batch,).
+    image_positions, text_positions : numpy.ndarray
+        Where each token is, on four axes: (tokens, 4). See ``flux2.positions``.
+
+    Returns
+    -------
+    jax.Array
+        (batch, image tokens, in_channels), float32.
+    """
+    epsilon = config.eps
+    texts = text.shape[1]
+    rotation = rotary(np.concatenate([text_positions, image_positions]), config)
+
+    # What the time says to each block: by how much to shift, scale and gate all channels.
+    with jax.named_scope("modulation"):
+        condition = jax.nn.silu(embed_time(p, config, time))
+        modulate_image = modulation(p, "double_stream_modulation_img", condition)
+        modulate_text = modulation(p, "double_stream_modulation_txt", condition)
+        modulate_both = modulation(p, "single_stream_modulation", condition)
+
+    def double_block(p: dict, streams: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        text, image = streams
+        y = modulated(text, *modulate_text[:2], epsilon)
+        z = modulated(image, *modulate_image[:2], epsilon)
+        query = jnp.concatenate(
+            [
+                rms_norm(p, "attn.norm_added_q", heads(p, "attn.add_q_proj", y, config), epsilon),
+                rms_norm(p, "attn.norm_q", heads(p, "attn.to_q", z, config), epsilon),
+            ],
+            axis=1,
+        )
+        key = jnp.concatenate(
+            [
+                rms_norm(p, "attn.norm_added_k", heads(p, "attn.add_k_proj", y, config), epsilon),
+                rms_norm(p, "attn.norm_k", heads(p, "attn.to_k", z, config), epsilon),
+            ],
+            axis=1,
+        )
+        value = jnp.concatenate(
+            [heads(p, "attn.add_v_proj", y, config), heads(p, "attn.to_v", z, config)], axis=1
+        )
+        seen = attention(rotate(query, rotation), rotate(key, rotation), value)
+        text += modulate_text[2] * linear(p, "attn.to_add_out", seen[:, :texts])
+        image += modulate_image[2] * linear(p, "attn.to_out.0", seen[:, texts:])
+        y = modulated(text, *modulate_text[3:5], epsilon)
+        text += modulate_text[5] * feed_forward(p, "ff_context", y)
+        z = modulated(image, *modulate_image[3:5], epsilon)
+        image += modulate_image[5] * feed_forward(p, "ff", z)
+        return text, image
+
+    def single_block(p: dict, x: jax.Array) -> jax.Array:
+        shift, scale, gate = modulate_both
+        y = linear(p, "attn.to_qkv_mlp_proj", modulated(x, shift, scale, epsilon))
+        hidden = int(config.width * config.mlp_ratio)
+        ends = np.cumsum([config.width, config.width, config.width, hidden])
+        query, key, value, mlp_gate, mlp_value = jnp.split(y, ends, axis=-1)
+        query = rms_norm(p, "attn.norm_q", split_heads(query, config), epsilon)
+        key = rms_norm(p, "attn.norm_k", split_heads(key, config), epsilon)
+        value = split_heads(value, config)
+        seen = attention(rotate(query, rotation), rotate(key, rotation), value)
+        both = jnp.concatenate([seen, swiglu(mlp_gate, mlp_value)], axis=-1)
+        return x + gate * linear(p, "attn.to_out", both)
+
+    text = linear(p, "context_embedder", text)
+    image = linear(p, "x_embedder", image)
+    with jax.named_scope("double_stream"):
+        text, image = scan_blocks(double_block, p, DOUBLE, (text, image))
+    with jax.named_scope("single_stream"):
+        both = jnp.concatenate([text, image], axis=1)
+        image = scan_blocks(single_block, p, SINGLE, both)[:, texts:]
+    scale, shift = jnp.split(linear(p, "norm_out.linear", condition)[:, None], 2, axis=-1)
+    return linear(p, "proj_out", modulated(image, shift, scale, epsilon)).astype(jnp.float32)
+
+
+def embed_time(p: dict, config: TransformerConfig, time: jax.Array) -> jax.Array:
+    """Waves of many frequencies at a time, and two layers: (batch, width)."""
+    half = config.timestep_guidance_channels // 2
+    frequencies = jnp.exp(-jnp.log(10_000.0) * jnp.arange(half) / half)
+    angles = 1000 * time.astype(jnp.float32)[:, None] * frequencies
+    waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    name = "time_guidance_embed.timestep_embedder"
+    return linear(p, f"{name}.linear_2", jax.nn.silu(linear(p, f"{name}.linear_1", waves)))
+
+
+def modulation(p: dict, name: str, condition: jax.Array) -> list[jax.Array]:
+    """Shift, scale and gate, once or twice: each (batch, 1, width)."""
+    values = linear(p, f"{name}.linear", condition)[:, None]
+    return jnp.split(values, values.shape[-1] // condition.shape[-1], axis=-1)
+
+
+def modulated(x: jax.Array, shift: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    return layer_norm(x, epsilon) * (1 + scale) + shift
+
+
+def feed_forward(p: dict, name: str, x: jax.Array) -> jax.Array:
+    gate, value = jnp.split(linear(p, f"{name}.linear_in", x), 2, axis=-1)
+    return linear(p, f"{name}.linear_out", swiglu(gate, value))
+
+
+def heads(p: dict, name: str, x: jax.Array, config: TransformerConfig) -> jax.Array:
+    return split_heads(linear(p, name, x), config)
+
+
+def split_heads(x: jax.Array, config: TransformerConfig) -> jax.Array:
+    """From (batch, tokens, heads * channels) to (batch, tokens, heads, channels)."""
+    return x.reshape(*x.shape[:2], config.num_attention_heads, config.attention_head_dim)
+
+
+def rotary(positions: np.ndarray, config: TransformerConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of rotary positions (Su et al., 2021), each (tokens, 1, half a head).
+
+    Each of the four axes of a position turns some of a head's channels, with several frequencies.
+    """
+    angles = []
+    for axis, channels in enumerate(config.axes_dims_rope):
+        frequencies = config.rope_theta ** -(np.arange(0, channels, 2) / channels)
+        angles.append(positions[:, axis, None] * frequencies)
+    angles = np.concatenate(angles, axis=-1)[:, None]
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(x: jax.Array, rotation: tuple[np.ndarray, np.ndarray]) -> jax.Array:
+    """Turn each pair of neighbouring channels by the angle of the token's position."""
+    cos, sin = rotation
+    a, b = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned.reshape(x.shape).astype(x.dtype)
