@@ -75,7 +75,7 @@ class Config:
     transformer: TransformerConfig = TransformerConfig()
     text_encoder: TextConfig = TextConfig()
     vae: VAEConfig = VAEConfig()
-    shift_by_size: bool = True  # of the sampler's times: see flux2.sampler
+    shift: float | None = None  # of the sampler's times; None: by the number of tokens
     is_distilled: bool = True  # then it draws in four steps, without guidance
 
 
@@ -121,7 +121,7 @@ def read_config(folder: str | Path) -> Config:
         transformer=_read_part(folder, "transformer", TransformerConfig),
         text_encoder=_read_part(folder, "text_encoder", TextConfig),
         vae=_read_part(folder, "vae", VAEConfig),
-        shift_by_size=scheduler.get("use_dynamic_shifting", False),
+        shift=None if scheduler.get("use_dynamic_shifting") else scheduler.get("shift", 1.0),
         is_distilled=index.get("is_distilled", False),
     )
 

@@ -120,7 +120,9 @@ def denoise(
             places.append(positions(rows, columns, reference=number + 1))
     image_positions = np.concatenate(places)
     if shift is None:
-        shift = sampler.shift_by_size(tokens, steps) if config.shift_by_size else 1.0
+        shift = config.shift
+    if shift is None:
+        shift = sampler.shift_by_size(tokens, steps)
 
     def run(x: jax.Array, prompt: jax.Array, time: jax.Array) -> jax.Array:
         image = x

@@ -1,5 +1,6 @@
 """Qwen's tokenizer: from prompts to token ids, in the form of a chat."""
 
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +9,7 @@ import numpy as np
 import tokenizers
 
 # What Qwen3's chat template makes of one message to which it shall answer without thinking.
-TEMPLATE = (
-    "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-)
+TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PADDING = "<|endoftext|>"
 MOST_TOKENS = 512  # of a prompt, with the template around it
 
@@ -44,15 +43,18 @@ class Tokenizer:
         return ids, mask
 
 
-def read_tokenizer(folder: str | Path, room: int = MOST_TOKENS) -> Tokenizer:
-    """Read ``tokenizer.json`` of a tokenizer's folder.
+def read_tokenizer(folder: str | Path) -> Tokenizer:
+    """Read a tokenizer's folder: ``tokenizer.json``, and whether fewer than 512 tokens are read.
 
     Raises
     ------
     FileNotFoundError
         If it is missing.
     """
-    file = Path(folder) / "tokenizer.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), room)
+    files = Path(folder, "tokenizer.json"), Path(folder, "tokenizer_config.json")
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
+    settings = json.loads(files[1].read_text(encoding="utf-8"))
+    room = min(MOST_TOKENS, int(settings.get("model_max_length", MOST_TOKENS)))
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(files[0])), room)

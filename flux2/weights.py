@@ -20,7 +20,9 @@ BLOCK = re.compile(r"((?:single_)?transformer_blocks|model\.layers)\.(\d+)\.")
 
 
 def load(
-    folder: str | Path, dtype: Any = jnp.bfloat16, sharding: jax.sharding.Sharding | dict | None = None
+    folder: str | Path,
+    dtype: Any = jnp.bfloat16,
+    sharding: jax.sharding.Sharding | dict | None = None,
 ) -> tuple[dict[str, dict[str, jax.Array]], Config, Tokenizer]:
     """Read a model from a folder in diffusers' format.
 
@@ -53,7 +55,7 @@ def load(
     """
     folder = Path(folder)
     config = read_config(folder)
-    tokenize = read_tokenizer(folder / "tokenizer", **_room(folder))
+    tokenize = read_tokenizer(folder / "tokenizer")
     params = {}
     for part, shapes in parameter_shapes(config, dtype).items():
         files = find_parameters(folder / part)
@@ -64,12 +66,6 @@ def load(
             # Waiting for it lets the host's copy go before the next one is read.
             params[part][name] = jax.device_put(value, where).block_until_ready()
     return params, config, tokenize
-
-
-def _room(folder: Path) -> dict[str, int]:
-    """How many tokens of a prompt are read, where a checkpoint says that it is fewer than 512."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    return {"room": index["max_sequence_length"]} if "max_sequence_length" in index else {}
 
 
 def find_parameters(folder: Path) -> dict[str, Path]:
@@ -157,7 +153,7 @@ def to_files(params: dict[str, Any]) -> dict[str, np.ndarray]:
 def stack_blocks(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """A part's parameters as the model has them, of those that files or PyTorch have.
 
-    >>> blocks = {"model.layers.0.norm.weight": np.zeros(2), "model.layers.1.norm.weight": np.ones(2)}
+    >>> blocks = {f"model.layers.{k}.norm.weight": np.zeros(2) for k in range(2)}
     >>> {name: value.shape for name, value in stack_blocks(blocks).items()}
     {'model.layers.*.norm.weight': (2, 2)}
     """

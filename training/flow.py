@@ -31,14 +31,17 @@ from shapes import judge, scenes
 from training import qwen
 
 ROOT = Path(__file__).resolve().parents[1]
+WORK = ROOT / "build" / "training" / "flux2"  # what is resumed from
 PIXELS = 64
 SAVE_EVERY = 250  # steps
 JUDGE_EVERY = 1000  # steps
 JUDGED = 96  # pictures
 EMA_DECAY = 0.999  # of the moving average of the weights, at each step
 EMPTY_CAPTIONS = 0.1  # the share that names nothing, for guidance
-FULL_CAPTIONS = 0.5  # the share that names every attribute
+FULL_CAPTIONS = 0.65  # the share that names every attribute
 DROPPED_ATTRIBUTES = 0.35  # of each attribute in the remaining captions
+
+TRAINED = ("transformer", "text_encoder")  # the parts; the VAE stays as it is
 
 # What a caption can say of each attribute; last, nothing.
 OPTIONS = {
@@ -76,7 +79,7 @@ CONFIG = flux2.Config(
         latent_channels=4,
         norm_num_groups=8,
     ),
-    shift_by_size=False,
+    shift=1.0,
     is_distilled=False,
 )
 
@@ -99,9 +102,9 @@ class Recipe:
         Scenes to draw, and to edit.
     """
 
-    steps: int = 14_000
+    steps: int = 7_000
     warmup: int = 100
-    cooldown: int = 6_000
+    cooldown: int = 4_500
     peak_lr: float = 2e-3
     batch: int = 128
     edits: int = 16
@@ -155,8 +158,7 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
     dict
         ``tokens`` (scenes, 16, 16) and their ``attributes`` (scenes, 4); of the edits ``before``
         and ``after`` (pairs, 16, 16), what is so ``afterwards`` (pairs, 4), and which attribute
-        ``changed`` (pairs,); ``ids`` and ``mask`` (captions, 24); ``mean`` and ``variance`` (16,)
-        for the VAE's batch norm.
+        ``changed`` (pairs,); ``mean`` and ``variance`` (16,) for the VAE's batch norm.
     """
     file = folder / f"data-{recipe.pool}-{recipe.pairs}.npz"
     if file.exists():
@@ -167,7 +169,8 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
     second, changed = zip(*(edited(rng, scene) for scene in first), strict=True)
 
-    params = {"vae": vae_parameters(np.zeros(16), np.ones(16))}
+    unchanged = vae_parameters(np.zeros(16), np.full(16, 1 - CONFIG.vae.batch_norm_eps))
+    params = {"vae": unchanged}
     encode = jax.jit(lambda images: flux2.encode_images(params, CONFIG, images / 255))
     tokens = []
     everything = [*pool, *first, *second]
@@ -181,7 +184,6 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
     mean = tokens.mean(axis=(0, 1))
     variance = tokens.var(axis=(0, 1))
     tokens = ((tokens - mean) / np.sqrt(variance + CONFIG.vae.batch_norm_eps)).astype(np.float16)
-    ids, mask = Tokenizer(qwen.build(), qwen.MAX_LENGTH)(all_captions())
     data = {
         "tokens": tokens[: len(pool)],
         "attributes": np.int32([attribute_indices(scene) for scene in pool]),
@@ -189,8 +191,6 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
         "after": tokens[len(pool) + len(first) :],
         "afterwards": np.int32([attribute_indices(scene) for scene in second]),
         "changed": np.int32(changed),
-        "ids": ids,
-        "mask": mask,
         "mean": mean,
         "variance": variance,
     }
@@ -203,7 +203,7 @@ def vae_parameters(mean: np.ndarray, variance: np.ndarray) -> dict[str, jax.Arra
     params, _, _ = stable_diffusion.load(ROOT / "checkpoints" / "shapes-sd")
     return params["vae"] | {
         "bn.running_mean": jnp.float32(mean),
-        "bn.running_var": jnp.float32(variance - 2 * CONFIG.vae.batch_norm_eps * (variance == 1)),
+        "bn.running_var": jnp.float32(variance),
     }
 
 
@@ -224,7 +224,7 @@ def initial_parameters(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
 
     declared = flux2.model_parameters(CONFIG)
     params = {}
-    for part in ("transformer", "text_encoder"):
+    for part in TRAINED:
         params[part] = {}
         for name, parameter in declared[part].items():
             key, own = jax.random.split(key)
@@ -247,17 +247,16 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
         [recipe.warmup, recipe.steps - recipe.cooldown],
     )
 
-    def matrices(params: dict) -> dict:
-        """For each parameter the axes of a matrix, or None where AdamW steps it."""
-        found = {}
-        for part, values in params.items():
-            found[part] = {}
-            for name, value in values.items():
-                is_matrix = "*" in name and value.ndim == 3
-                axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-                found[part][name] = axes if is_matrix else None
-        return found
-
+    # For each parameter the axes of its matrices, which are one for each block, or None where
+    # AdamW steps it.
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    declared = flux2.model_parameters(CONFIG)
+    matrices = {}
+    for part in TRAINED:
+        matrices[part] = {}
+        for name, parameter in declared[part].items():
+            is_matrix = "*" in name and len(parameter.shape) == 3
+            matrices[part][name] = matrix if is_matrix else None
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
@@ -276,7 +275,9 @@ def random_times(key: jax.Array, count: int, recipe: Recipe) -> jax.Array:
 
     Their mean varies less than that of independent ones.
     """
-    places = (jnp.arange(count) + jax.random.uniform(key, (count,), minval=0.001, maxval=0.999)) / count
+    places = (
+        jnp.arange(count) + jax.random.uniform(key, (count,), minval=0.001, maxval=0.999)
+    ) / count
     times = jax.nn.sigmoid(recipe.spread * jax.scipy.stats.norm.ppf(places))
     return recipe.shift * times / (1 + (recipe.shift - 1) * times)
 
@@ -392,7 +393,9 @@ class Judge:
         rng = np.random.default_rng(scenes.CAPTION_SEED)
         before, self.changes = [], []
         for named in self.asked:
-            goal = scenes.random_scene(rng, named["color"], named["shape"], named["background"], named["size"])
+            goal = scenes.random_scene(
+                rng, named["color"], named["shape"], named["background"], named["size"]
+            )
             scene, which = edited(rng, goal)
             before.append(scenes.render(scene))
             name = list(OPTIONS)[which]
@@ -400,7 +403,14 @@ class Judge:
         self.before = jnp.float32(np.stack(before)) / 255
         self._generate = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
 
-    def draw(self, params: dict, steps: int, guidance: float, edit: bool = False, shift: float = 1.0):
+    def draw(
+        self,
+        params: dict,
+        steps: int,
+        guidance: float,
+        edit: bool = False,
+        shift: float | None = None,
+    ):
         """Images, float32, (count, 64, 64, 3)."""
         captions = self.changes if edit else [scenes.caption(**named) for named in self.asked]
         ids, mask = self.tokenize(captions)
@@ -421,10 +431,19 @@ class Judge:
             )
         )
 
-    def __call__(self, params: dict, steps: int = 8, guidance: float = 3.0, edit: bool = False, shift: float = 1.0) -> dict[str, int]:
+    def __call__(
+        self,
+        params: dict,
+        steps: int = 8,
+        guidance: float = 3.0,
+        edit: bool = False,
+        shift: float | None = None,
+    ) -> dict[str, int]:
         """How many pictures are right, in all and in each attribute, and how many no scene."""
         found = dict.fromkeys(("right", *scenes.ATTRIBUTES, "refused"), 0)
-        for named, image in zip(self.asked, self.draw(params, steps, guidance, edit, shift), strict=True):
+        for named, image in zip(
+            self.asked, self.draw(params, steps, guidance, edit, shift), strict=True
+        ):
             seen = judge.read(image)
             answers = judge.right_attributes(named, seen)
             found["right"] += all(answers.values())
@@ -440,6 +459,7 @@ def train(folder: Path, recipe: Recipe) -> dict:
     numbers = prepare(folder, recipe)
     judges = Judge(vae_parameters(numbers["mean"], numbers["variance"]))
     data = {name: jnp.asarray(value) for name, value in numbers.items()}
+    data["ids"], data["mask"] = map(jnp.asarray, judges.tokenize(all_captions()))
     optimizer = make_optimizer(recipe)
     state = initial_state(recipe, optimizer)
     step = make_step(recipe, optimizer)
@@ -475,7 +495,9 @@ def train(folder: Path, recipe: Recipe) -> dict:
                 drawn = judges(state["average"])
                 edits = judges(state["average"], edit=True)
                 write(step=done, drawn=drawn, edited=edits)
-                tqdm.write(f"step {done}: {drawn['right']} of {JUDGED} drawn, {edits['right']} edited")
+                tqdm.write(
+                    f"step {done}: {drawn['right']} of {JUDGED} drawn, {edits['right']} edited"
+                )
                 started, cpu = time.monotonic(), time.process_time()
     return state["average"]
 
@@ -484,9 +506,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--work", type=Path, default=ROOT / "build" / "training" / "flux2", help="default: %(default)s"
-    )
+    parser.add_argument("--work", type=Path, default=WORK, help="default: %(default)s")
     train(parser.parse_args().work, Recipe())
 
 

@@ -10,7 +10,7 @@ from transformers import Qwen2TokenizerFast
 from flux2.tokenizer import PADDING, TEMPLATE
 from training.tokenizer import corpus
 
-MAX_LENGTH = 24  # tokens of a prompt, with the template around it: the longest caption has 20
+MAX_LENGTH = 20  # tokens of a prompt, with the template around it: the longest caption has 20
 SPECIAL = (PADDING, "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 # Where Qwen2's tokenizer cuts a text into words.
 PATTERN = (
