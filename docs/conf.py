@@ -102,6 +102,13 @@ napoleon_type_aliases = {
     "Tokenizer": "~stable_diffusion.tokenizer.Tokenizer",
     "Scene": "~shapes.scenes.Scene",
 }
+# And what the docstrings of flux2/ call by the same names.
+FLUX2_ALIASES = {
+    "Config": "~flux2.configs.Config",
+    "TransformerConfig": "~flux2.configs.TransformerConfig",
+    "TextConfig": "~flux2.configs.TextConfig",
+    "Tokenizer": "~flux2.tokenizer.Tokenizer",
+}
 # What the inventories here do not have.
 nitpick_ignore_regex += [
     ("py:class", r"jax\.ShapeDtypeStruct|(jax\.sharding|jaxlib\._jax)\..*"),
@@ -200,6 +207,12 @@ def follow_links(app, doctree):
             node.replace_self(link)
 
 
+def choose_aliases(app, what, name, obj, options, lines):
+    """Let a docstring's short names be those of its own package, before napoleon reads it."""
+    own = FLUX2_ALIASES if name.startswith("flux2.") else {}
+    app.config.napoleon_type_aliases = napoleon_type_aliases | own
+
+
 class SearchChinese(SearchEnglish):
     """Finds each Chinese sign, and each two in a row.
 
@@ -256,6 +269,7 @@ def write_math(translator, node):
 def setup(app):
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
     app.add_search_language(SearchChinese)
+    app.connect("autodoc-process-docstring", choose_aliases, priority=400)
     app.connect("html-page-context", add_chapter_links)
     app.connect("html-page-context", add_language_switch)
     app.connect("doctree-read", follow_links, priority=400)  # before Sphinx collects downloads

@@ -20,7 +20,7 @@ def shift_by_size(tokens: int, steps: int) -> float:
     is the exponential of what it gives.
 
     >>> round(shift_by_size(tokens=4096, steps=4), 2)
-    8.16
+    9.89
     """
     if tokens > 4300:
         return float(np.exp(0.00016927 * tokens + 0.45666666))

@@ -178,8 +178,8 @@ def velocity(
 def embed_time(p: dict, config: TransformerConfig, time: jax.Array) -> jax.Array:
     """Waves of many frequencies at a time, and two layers: (batch, width)."""
     half = config.timestep_guidance_channels // 2
-    frequencies = jnp.exp(-jnp.log(10_000.0) * jnp.arange(half) / half)
-    angles = 1000 * time.astype(jnp.float32)[:, None] * frequencies
+    frequencies = 10_000.0 ** -(np.arange(half) / half)
+    angles = 1000 * time.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
     waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     name = "time_guidance_embed.timestep_embedder"
     return linear(p, f"{name}.linear_2", jax.nn.silu(linear(p, f"{name}.linear_1", waves)))

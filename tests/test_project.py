@@ -88,7 +88,7 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_carries_the_rooms_that_chapters_import(wheel):
     rooms = {folder.name for folder in wheel.iterdir() if folder.suffix != ".dist-info"}
-    assert rooms == {"helpers", "course", "shapes", "stable_diffusion"}
+    assert rooms == {"helpers", "course", "shapes", "stable_diffusion", "flux2"}
     for room in rooms:
         tracked = {file for file in tracked_files() if file.is_relative_to(ROOT / room)}
         assert {wheel / file.relative_to(ROOT) for file in tracked} <= set(wheel.rglob("*"))
@@ -141,6 +141,7 @@ ROOMS = (
     "helpers",
     "shapes",
     "stable_diffusion",
+    "flux2",
     "course",
     "training",
     "benchmarks",
@@ -151,24 +152,21 @@ MAY_IMPORT = {
     "helpers": ("helpers",),
     "shapes": ("shapes",),
     "stable_diffusion": ("stable_diffusion",),
-    "course": ("course", "helpers", "shapes", "stable_diffusion"),
-    "notebooks": ("course", "helpers", "shapes", "stable_diffusion"),
+    "flux2": ("flux2",),
+    "course": ("course", "flux2", "helpers", "shapes", "stable_diffusion"),
+    "notebooks": ("course", "flux2", "helpers", "shapes", "stable_diffusion"),
 }
 # What the newest packages do not have, and PyTorch.
 MUST_NOT_NEED = {
     "helpers": ("diffusers", "flax", "torch", "transformers"),
     "shapes": ("torch",),
 }
-# All that the model needs besides Python. Of Flax it is what reads the bundled checkpoints' files,
+# All that a model needs besides Python. Of Flax it is what reads the bundled checkpoints' files,
 # and no modules.
-MODEL_NEEDS = (
-    "stable_diffusion",
-    "jax",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "flax.serialization",
-)
+MODEL_NEEDS = {
+    "stable_diffusion": ("jax", "numpy", "safetensors", "tokenizers", "flax.serialization"),
+    "flux2": ("jax", "numpy", "safetensors", "tokenizers"),
+}
 
 
 def imports(code: str) -> set[str]:
@@ -223,11 +221,13 @@ def test_what_must_run_without_a_package_does_not_import_it(room):
         )
 
 
-def test_the_model_needs_five_packages():
-    for where, code in code_of("stable_diffusion").items():
+@pytest.mark.parametrize("room", MODEL_NEEDS)
+def test_a_model_needs_four_packages_or_five(room):
+    needs = (room, *MODEL_NEEDS[room])
+    for where, code in code_of(room).items():
         foreign = {
             module
             for module in imports(code)
             if module.split(".")[0] not in sys.stdlib_module_names
         }
-        assert [module for module in foreign if not belongs(module, MODEL_NEEDS)] == [], where
+        assert [module for module in foreign if not belongs(module, needs)] == [], where

@@ -55,7 +55,7 @@ def test_every_installation_of_a_lock_checks_the_hashes():
 
 def code_that_runs() -> dict[str, str]:
     """The code that readers run, by where it stands."""
-    folders = ("helpers", "course", "shapes", "stable_diffusion", "training")
+    folders = ("helpers", "course", "shapes", "stable_diffusion", "flux2", "training")
     found = {
         str(file): file.read_text() for folder in folders for file in (ROOT / folder).rglob("*.py")
     }

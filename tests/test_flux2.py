@@ -1,0 +1,577 @@
+"""flux2/ against PyTorch's classes, part by part and as a whole, and its files and devices.
+
+``python -m tests.makers.flux2_parts`` recorded what diffusers' and transformers' classes say: of
+FLUX.2-klein-4B the names and shapes, and of a small checkpoint with made-up parameters the numbers.
+"""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors.numpy import load_file, save_file
+from transformers import Qwen2TokenizerFast
+
+import flux2
+from course.tpu.collectives import count_collectives
+from flux2 import vae
+from flux2.tokenizer import read_tokenizer
+from flux2.weights import stack_blocks, to_channels_last, to_files
+from tests.makers.common import FIXTURES, made_up, made_up_input
+from tests.makers.files import edit_json, is_same
+
+TOLERANCE = 2e-5  # for numbers of order 1
+STEPS = 3
+PARTS = ("transformer", "text_encoder", "vae")
+
+
+def write_folder(recorded, folder):
+    """Write the folder that diffusers saved, with the parameters that its maker made up."""
+    saved = json.loads(str(recorded["folder"]))
+    for place, content in saved["texts"].items():
+        file = folder / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content, encoding="utf-8")
+    for place, shapes in saved["tensors"].items():
+        tensors = {}
+        for name, shape in shapes.items():
+            kept = name in recorded  # the statistics of the VAE are
+            tensors[name] = recorded[name] if kept else made_up(name, tuple(shape))
+        save_file(tensors, folder / place, {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return np.load(FIXTURES / "flux2_parts.npz")
+
+
+@pytest.fixture(scope="module")
+def folder(recorded, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("flux2")
+    write_folder(recorded, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return flux2.load(folder, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts(recorded):
+    return recorded["prompts"].tolist()
+
+
+def farthest(found, expected):
+    """The largest difference of any two numbers."""
+    assert found.shape == expected.shape
+    return np.abs(np.asarray(found, np.float32) - np.asarray(expected, np.float32)).max()
+
+
+def channels_last(x):
+    return np.moveaxis(x, 1, -1)
+
+
+# Names and shapes.
+
+
+def read_names(part):
+    """Names and shapes of a part of FLUX.2-klein-4B in files, each block by its number."""
+    names = json.loads((FIXTURES / "flux2_names.json").read_text())[part]
+    found = {}
+    for name, shape in names.items():
+        before, _, rest = name.partition("{")
+        count, _, after = rest.partition("}")
+        for number in range(int(count or 1)):
+            found[f"{before}{number}{after}" if count else name] = tuple(shape)
+    return found
+
+
+def declared(part):
+    """Names and shapes of the same part here, each block by its number."""
+    found = {}
+    for name, parameter in flux2.model_parameters(flux2.Config())[part].items():
+        if "*" in name:
+            depth, *shape = parameter.shape
+            found |= {name.replace("*", str(number)): tuple(shape) for number in range(depth)}
+        else:
+            found[name] = parameter.shape
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_names_and_shapes_are_those_of_flux2_klein_4b(part):
+    expected = read_names(part)
+    for name, shape in declared(part).items():
+        turned = to_channels_last(name, np.broadcast_to(0, expected[name]))
+        assert shape == turned.shape, name
+
+
+def test_all_is_read_but_the_text_encoders_last_quarter_and_its_head():
+    unread = {part: read_names(part).keys() - declared(part).keys() for part in PARTS}
+    assert unread["transformer"] == set()
+    assert unread["vae"] == {"bn.num_batches_tracked"}
+    layers = {name for name in unread["text_encoder"] if name.startswith("model.layers.")}
+    assert unread["text_encoder"] - layers == {"model.norm.weight", "lm_head.weight"}
+    assert {int(name.split(".")[2]) for name in layers} == set(range(27, 36))
+    assert len(layers) == 9 * 11, "all of each layer"
+
+
+def test_the_transformer_is_as_large_as_its_file_on_the_hub():
+    numbers = sum(np.prod(shape) for shape in declared("transformer").values())
+    assert round(2 * numbers / 1e9, 2) == 7.75  # GB in bfloat16
+
+
+def test_shapes_alone_tell_the_shape_of_the_images():
+    config = flux2.Config()
+    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
+    mask = jax.ShapeDtypeStruct((2, 512), bool)
+    noise = jax.ShapeDtypeStruct((2, 4096, 128), jnp.float32)
+
+    def draw(params, ids, mask, noise):
+        return flux2.generate(params, config, ids, mask, noise, height=1024, width=1024)
+
+    images = jax.eval_shape(draw, flux2.parameter_shapes(config), ids, mask, noise)
+    assert (images.shape, images.dtype) == ((2, 1024, 1024, 3), jnp.float32)
+
+
+# Parts.
+
+ODD_PROMPTS = [
+    "",
+    " ",
+    "a small red heart on a white background",
+    "A  SMALL\nred heart!!",
+    "naïve café e\u0301 中文",
+    "it's 12345",
+    "<think> <|im_end|>",
+    "a red heart " * 20,
+]
+
+
+def test_tokens_are_those_of_qwens_tokenizer_with_its_chat_template(folder):
+    tokenizer = Qwen2TokenizerFast.from_pretrained(folder / "tokenizer")
+    chats = []
+    for prompt in ODD_PROMPTS:
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,
+        )
+        chats.append(chat)
+    expected = tokenizer(
+        chats, padding="max_length", truncation=True, max_length=20, return_tensors="np"
+    )
+    with pytest.warns(UserWarning, match="tokens with the template around it, and 20 are read"):
+        ids, mask = read_tokenizer(folder / "tokenizer")(ODD_PROMPTS)
+    assert np.array_equal(ids, expected.input_ids)
+    assert np.array_equal(mask, expected.attention_mask)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "texts", "references"),
+    [("small", 3, 5, 7, 0), ("with references", 4, 2, 11, 2)],
+)
+def test_a_velocity_is_that_of_pytorchs_transformer(
+    model, recorded, name, rows, columns, texts, references
+):
+    params, config, _ = model
+    places = [flux2.positions(rows, columns, number) for number in range(references + 1)]
+    places = np.concatenate(places)
+
+    @jax.jit
+    def run(p, image, text, time):
+        where = flux2.text_positions(texts)
+        return flux2.velocity(p, config.transformer, image, text, time, places, where)
+
+    found = run(
+        params["transformer"],
+        made_up_input(f"image {name}", 2, len(places), 32),
+        made_up_input(f"text {name}", 2, texts, 120),
+        jnp.float32([1.0, 0.3]),
+    )
+    assert farthest(found, recorded[f"velocity {name}"]) <= TOLERANCE
+
+
+def test_prompts_are_encoded_as_by_pytorchs_text_encoder_padding_too(model, recorded, prompts):
+    params, config, tokenize = model
+    ids, mask = tokenize(prompts)
+    assert not mask.all()
+    encode = jax.jit(flux2.encode_prompts, static_argnames="config")
+    assert farthest(encode(params, config, ids, mask), recorded["encoded"]) <= TOLERANCE
+
+
+def test_tokens_of_images_and_images_of_tokens_are_those_of_pytorchs_vae(model, recorded):
+    params, config, _ = model
+    image = 1 / (1 + np.exp(-made_up_input("image", 2, 3, 16, 24)))
+    latents = channels_last(made_up_input("latents", 2, 8, 4, 6))
+    deviation = np.sqrt(recorded["bn.running_var"] + config.vae.batch_norm_eps)
+    tokens = (vae.pack(latents, config.vae) - recorded["bn.running_mean"]) / deviation
+
+    @jax.jit
+    def run(params, image, tokens):
+        found = flux2.encode_images(params, config, image)
+        return found, flux2.decode(params["vae"], config.vae, tokens, height=16, width=24)
+
+    found, decoded = run(params, channels_last(image), tokens)
+    assert farthest(found, recorded["normalized"]) <= TOLERANCE
+    assert farthest(decoded, channels_last(recorded["decoded"])) <= TOLERANCE
+
+
+def test_latents_become_tokens_in_pytorchs_order_and_latents_again(model, recorded):
+    config = model[1].vae
+    mean = channels_last(recorded["mean"])
+    packed = vae.pack(mean, config)
+    assert np.array_equal(packed, recorded["packed"])
+    assert np.array_equal(vae.unpack(packed, config, height=16, width=24), mean)
+
+
+def test_times_are_those_of_pytorchs_scheduler(recorded):
+    compared = 0
+    for name in recorded.files:
+        if not name.startswith("times "):
+            continue
+        match name.split()[1:]:
+            case [steps, "by", shift]:
+                shift = float(shift)
+            case [tokens, steps]:
+                shift = flux2.shift_by_size(int(tokens), int(steps))
+                assert abs(np.log(shift) - recorded[f"mu {tokens} {steps}"]) < 1e-12
+        found = flux2.times(int(steps), shift)
+        assert farthest(found, recorded[name]) <= 1e-6, name
+        compared += 1
+    assert compared == 13
+
+
+# Whole images.
+
+program = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
+SHARE = 0.05 / 255  # by so much of all brightness an image may differ from PyTorch's
+
+
+def noise_for(prompts, height, width):
+    return made_up_input("noise", len(prompts), height * width // 64, 32)
+
+
+def draw(model, prompts, height, width, **options):
+    """Images of prompts from the noise that PyTorch had."""
+    params, config, tokenize = model
+    noise = noise_for(prompts, height, width)
+    ids, mask = tokenize(prompts)
+    return program(params, config, ids, mask, noise, height, width, steps=STEPS, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("distilled", {}), ("shifted by 3", {"shift": 3.0}), ("guided", {"guidance": 4.0})],
+)
+def test_images_are_those_of_pytorchs_pipeline(model, recorded, prompts, name, options):
+    if "guidance" in options:
+        options = options | {"empty": model[2]([""])}
+    found = draw(model, prompts, 24, 40, **options)
+    assert farthest(found, recorded[name] / 65535) <= SHARE
+
+
+@pytest.fixture(scope="module")
+def edit(model, recorded, prompts):
+    """A function that edits one of the pictures, by its number, for each prompt."""
+
+    def edit(*numbers):
+        images = recorded["pictures"][list(numbers)] / np.float32(255)
+        options = {"guidance": 2.5, "empty": model[2]([""]), "images": images}
+        return draw(model, prompts, 64, 64, **options)
+
+    return edit
+
+
+def test_an_edited_image_is_that_of_pytorchs_pipeline(edit, recorded):
+    assert farthest(edit(0, 0), recorded["edited"] / 65535) <= SHARE
+
+
+def test_each_prompt_edits_a_picture_of_its_own(edit, recorded):
+    found = edit(0, 1)
+    assert farthest(found[0], recorded["edited"][0] / 65535) <= SHARE
+    assert farthest(found[1], recorded["edited"][1] / 65535) > 1 / 255
+
+
+def test_with_two_references_the_image_is_that_of_pytorchs_pipeline(model, recorded, prompts):
+    params, config, tokenize = model
+    ids, mask = tokenize(prompts[:1])
+    pictures = recorded["pictures"] / np.float32(255)
+
+    @jax.jit
+    def draw(params, ids, mask, noise, pictures):
+        reference = flux2.encode_images(params, config, pictures)
+        tokens = flux2.denoise(
+            params,
+            config,
+            noise,
+            flux2.encode_prompts(params, config, ids, mask),
+            height=64,
+            width=64,
+            steps=STEPS,
+            reference=reference.reshape(1, -1, reference.shape[-1]),
+        )
+        return flux2.decode(params["vae"], config.vae, tokens, height=64, width=64)
+
+    found = draw(params, ids, mask, noise_for(prompts[:1], 64, 64), pictures)
+    assert farthest(found, recorded["two references"] / 65535) <= SHARE
+
+
+# Several devices.
+
+PROMPTS = ["a star", "a heart", "a small red star", "a large blue ring"] * 2
+
+
+@pytest.fixture(scope="module")
+def draw_on(model):
+    """A function that draws eight images on devices of a mesh, and counts what these exchange."""
+    params, config, tokenize = model
+    ids, mask = tokenize(PROMPTS)
+    noise = noise_for(PROMPTS, 16, 16)
+
+    def draw_on(mesh, rules, guidance):
+        def draw(params, ids, mask, noise):
+            options = {"guidance": guidance, "empty": tokenize([""])}
+            return flux2.generate(
+                params, config, ids, mask, noise, height=16, width=16, steps=2, **options
+            )
+
+        inputs = (
+            jax.device_put(params, flux2.shardings(config, mesh, rules)),
+            *jax.device_put((ids, mask, noise), NamedSharding(mesh, P("data"))),
+        )
+        compiled = jax.jit(draw).lower(*inputs).compile()
+        return np.asarray(compiled(*inputs)), count_collectives(compiled)
+
+    return draw_on
+
+
+def mesh_of(data, model):
+    """A mesh of so many groups of devices, and so many in each."""
+    devices = np.array(jax.devices()[: data * model])
+    return Mesh(devices.reshape(data, model), ("data", "model"))
+
+
+def test_data_parallel_devices_draw_the_images_of_one_and_exchange_nothing(draw_on):
+    expected, _ = draw_on(mesh_of(1, 1), flux2.DATA_PARALLEL, None)
+    found, collectives = draw_on(mesh_of(8, 1), flux2.DATA_PARALLEL, None)
+    assert farthest(found, expected) <= SHARE
+    assert collectives == {}
+
+
+def test_tensor_parallel_devices_draw_the_images_of_one_with_guidance_too(draw_on):
+    expected, _ = draw_on(mesh_of(1, 1), flux2.TENSOR_PARALLEL, 3.0)
+    found, collectives = draw_on(mesh_of(4, 2), flux2.TENSOR_PARALLEL, 3.0)
+    assert farthest(found, expected) <= SHARE
+    assert collectives["all-reduce"] > 0
+
+
+def test_rules_split_heads_and_channels_and_leave_the_rest_whole(model):
+    params, config, _ = model
+    where = flux2.shardings(config, mesh_of(4, 2), flux2.TENSOR_PARALLEL)
+    assert jax.tree.structure(where) == jax.tree.structure(params)
+    block = "transformer_blocks.*"
+    specs = {name: each.spec for name, each in where["transformer"].items()}
+    assert specs[f"{block}.attn.to_q.weight"] == P(None, None, "model")
+    assert specs[f"{block}.ff.linear_out.weight"] == P(None, "model", None)
+    assert specs[f"{block}.attn.norm_q.weight"] == P(None, None)
+    assert all(each.is_fully_replicated for each in where["vae"].values())
+
+
+# Files.
+
+
+def test_a_folder_is_read_as_it_says(folder, tmp_path):
+    config = flux2.read_config(folder)
+    assert (config.shift, config.is_distilled) == (None, False)
+    assert config.text_encoder.read_layers == (2, 4, 6)
+    assert config.vae.pixels_per_token == 8
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    file = copy / "scheduler" / "scheduler_config.json"
+    edit_json(file, lambda found: found | {"use_dynamic_shifting": False})
+    edit_json(copy / "model_index.json", lambda found: found | {"is_distilled": True})
+    config = flux2.read_config(copy)
+    assert (config.shift, config.is_distilled) == (3.0, True)
+
+
+def read_part(folder, part):
+    """All tensors of a part, as its files have them."""
+    found = {}
+    for file in (folder / part).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def test_files_written_of_a_model_have_what_they_were_read_from(model, folder):
+    for part, values in model[0].items():
+        saved = read_part(folder, part)
+        written = to_files(values)
+        assert all(np.array_equal(value, saved[name]) for name, value in written.items())
+        again = stack_blocks(written)
+        assert is_same(values, {name: again[name] for name in values})
+
+
+@pytest.fixture(scope="module")
+def shards(model, folder, tmp_path_factory):
+    """The same model in bfloat16, in three files for each part, with an index that says where."""
+    shards = tmp_path_factory.mktemp("shards") / "model"
+    shutil.copytree(folder, shards, ignore=shutil.ignore_patterns("*.safetensors"))
+    for part, values in model[0].items():
+        tensors = list(to_files(values).items())
+        weight_map = {}
+        for number in range(3):
+            name = f"model-{number + 1:05}-of-00003.safetensors"
+            some = {key: value.astype(jnp.bfloat16) for key, value in tensors[number::3]}
+            save_file(some, shards / part / name, {"format": "pt"})
+            weight_map |= dict.fromkeys(some, name)
+        index = {"metadata": {}, "weight_map": weight_map}
+        (shards / part / "model.safetensors.index.json").write_text(json.dumps(index))
+    return shards
+
+
+def test_a_model_in_bfloat16_and_in_several_files_is_read(model, shards):
+    params, config, _ = flux2.load(shards)
+    assert config == model[1]
+    assert {value.dtype for value in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    rounded = jax.tree.map(lambda value: np.asarray(value).astype(jnp.bfloat16), model[0])
+    assert is_same(params, rounded)
+
+
+def test_files_beside_those_of_the_index_are_not_read(shards, tmp_path):
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    shutil.copy(copy / "tokenizer" / "vocab.json", copy / "vae" / "old.safetensors")
+    flux2.load(copy)
+
+
+def test_in_bfloat16_images_are_almost_the_same(shards, recorded, prompts):
+    found = draw(flux2.load(shards), prompts, 24, 40)
+    assert found.dtype == jnp.float32
+    assert 0 < 255 * np.abs(found - recorded["distilled"] / 65535).mean() < 3
+
+
+def test_parameters_go_where_rules_say(model, folder):
+    config = model[1]
+    where = flux2.shardings(config, mesh_of(4, 2), flux2.TENSOR_PARALLEL)
+    params, _, _ = flux2.load(folder, jnp.float32, where)
+    assert jax.tree.map(lambda value: value.sharding, params) == where
+    assert is_same(params, model[0])
+
+
+# What cannot be.
+
+
+def remove(place):
+    return lambda folder: (folder / place).unlink()
+
+
+def change_json(place, **changes):
+    return lambda folder: edit_json(folder / place, lambda found: found | changes)
+
+
+def damage(folder):
+    """Cut a file off in the middle, as a download that ended early."""
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+
+
+BAD_FOLDERS = {
+    "no model_index.json": (
+        remove("model_index.json"),
+        FileNotFoundError,
+        "model_index.json is missing: give a whole folder in diffusers' format.",
+    ),
+    "no config.json": (remove("vae/config.json"), FileNotFoundError, "vae/config.json is missing"),
+    "no scheduler": (
+        remove("scheduler/scheduler_config.json"),
+        FileNotFoundError,
+        "scheduler_config.json is missing",
+    ),
+    "no tokenizer": (
+        remove("tokenizer/tokenizer.json"),
+        FileNotFoundError,
+        "tokenizer.json is missing",
+    ),
+    "no parameters": (
+        remove("transformer/diffusion_pytorch_model.safetensors"),
+        FileNotFoundError,
+        "transformer has no safetensors: download the folder again.",
+    ),
+    "another pipeline": (
+        change_json("model_index.json", _class_name="StableDiffusionPipeline"),
+        ValueError,
+        "is made for StableDiffusionPipeline, and this code reads Flux2KleinPipeline",
+    ),
+    "embedded guidance": (
+        change_json("transformer/config.json", guidance_embeds=True),
+        ValueError,
+        "says guidance_embeds: True, and this code computes False only.",
+    ),
+    "another text encoder": (
+        change_json("text_encoder/config.json", model_type="mistral3"),
+        ValueError,
+        "says model_type: 'mistral3', and this code computes 'qwen3' only.",
+    ),
+    "more blocks than the configuration means": (
+        change_json("transformer/config.json", num_single_layers=4),
+        ValueError,
+        "has no single_transformer_blocks.3.attn.to_qkv_mlp_proj.weight, which its configuration",
+    ),
+    "another width": (
+        change_json("text_encoder/config.json", intermediate_size=80),
+        ValueError,
+        r"has \(40, 72\) for .*gate_proj.weight, and its configuration means \(40, 80\)\.",
+    ),
+    "a damaged file": (damage, ValueError, "is damaged: .* Download it again."),
+}
+
+
+@pytest.mark.parametrize("how", BAD_FOLDERS)
+def test_a_bad_folder_is_refused_in_a_sentence(folder, tmp_path, how):
+    spoil, error, sentence = BAD_FOLDERS[how]
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    spoil(copy)
+    with pytest.raises(error, match=sentence):
+        flux2.load(copy)
+
+
+def test_a_shard_that_is_missing_is_named(shards, tmp_path):
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    (copy / "text_encoder" / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003\.safetensors is missing"):
+        flux2.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"height": 30},
+            "30 x 40 pixels cannot be divided into tokens of 8 x 8 pixels: choose multiples of 8.",
+        ),
+        ({"width": 36}, "24 x 36 pixels cannot be divided"),
+        ({"guidance": 4.0}, r"With guidance, give the empty prompt, too: empty=tokenize\(\[''\]\)"),
+        ({"steps": 0}, "There are 0 steps: take 1 or more."),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_a_sentence(model, prompts, options, sentence):
+    params, config, tokenize = model
+    ids, mask = tokenize(prompts)
+    inputs = (params, config, ids, mask, noise_for(prompts, 24, 40))
+    with pytest.raises(ValueError, match=sentence):
+        flux2.generate(*inputs, **{"height": 24, "width": 40} | options)
+
+
+def test_rules_that_do_not_fit_are_refused_in_a_sentence(model):
+    config = model[1]
+    with pytest.raises(ValueError, match="and 3 devices do not divide 64: choose another number"):
+        flux2.shardings(config, mesh_of(1, 3), flux2.TENSOR_PARALLEL)
+    sentence = r"The mesh has no axis 'host': choose one of data, model\."
+    with pytest.raises(ValueError, match=sentence):
+        flux2.shardings(config, mesh_of(8, 1), {"embed": "host"})
