@@ -90,9 +90,10 @@ class Recipe:
 
     Attributes
     ----------
-    steps, cooldown : int
-        Of training, and those at the end of it in which the learning rate falls to zero. Before
-        them it is constant, so a run can be made longer as long as its cool-down has not begun.
+    cycles : tuple of (int, float, int)
+        Steps of training, their learning rate, and the steps at the end of the cycle in which it
+        falls to zero. Then the next cycle begins. A run can be made longer as long as the
+        cool-down of its last cycle has not begun.
     batch, edits : int
         Examples of a step, and how many of them edit a scene.
     shift, spread : float
@@ -102,10 +103,8 @@ class Recipe:
         Scenes to draw, and to edit.
     """
 
-    steps: int = 7_000
+    cycles: tuple[tuple[int, float, int], ...] = ((7_000, 2e-3, 4_500), (5_000, 1.5e-3, 3_500))
     warmup: int = 100
-    cooldown: int = 4_500
-    peak_lr: float = 2e-3
     batch: int = 128
     edits: int = 16
     shift: float = 1.35
@@ -113,6 +112,10 @@ class Recipe:
     pool: int = 60_000
     pairs: int = 16_000
     seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        return sum(steps for steps, _, _ in self.cycles)
 
 
 def all_captions() -> list[str]:
@@ -238,14 +241,19 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     Muon (https://kellerjordan.github.io/posts/muon/) makes each update of a matrix orthogonal, and
     ``consistent_rms`` gives it the size that AdamW's have.
     """
-    rate = optax.schedules.join_schedules(
-        [
-            optax.linear_schedule(0.0, recipe.peak_lr, recipe.warmup),
-            optax.constant_schedule(recipe.peak_lr),
-            optax.cosine_decay_schedule(recipe.peak_lr, recipe.cooldown),
-        ],
-        [recipe.warmup, recipe.steps - recipe.cooldown],
-    )
+    schedules, ends = [], []
+    start = 0
+    for steps, peak, cooldown in recipe.cycles:
+        schedules += [
+            optax.constant_schedule(peak),
+            optax.cosine_decay_schedule(peak, cooldown),
+        ]
+        ends += [start + steps - cooldown, start + steps]
+        start += steps
+    planned = optax.schedules.join_schedules(schedules, ends[:-1])
+
+    def rate(count: jax.Array) -> jax.Array:
+        return planned(count) * jnp.minimum(1, count / recipe.warmup)
 
     # For each parameter the axes of its matrices, which are one for each block, or None where
     # AdamW steps it.
