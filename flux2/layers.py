@@ -111,10 +111,11 @@ def attention(
     if key.shape[2] != heads:
         key = key.repeat(heads // key.shape[2], axis=2)
         value = value.repeat(heads // value.shape[2], axis=2)
-    # Heads first: for this order of axes the TPU compiler fuses the products with the softmax.
+    # With heads first, and the scale on the queries, the TPU compiler fuses the products with the
+    # softmax, so that the scores of all heads are never in memory.
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    query = query * channels**-0.5
     scores = jnp.einsum("bhqd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
-    scores *= channels**-0.5
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
