@@ -26,10 +26,11 @@ from benchmarks.common import FOLDER, machine, make_parser, read_json, work_thro
 from benchmarks.record_shardings import add_up, place
 from course.tpu import Piece, ask_compiler, tpu_devices
 from course.tpu.products import find_products
-from flux2 import transformer
+from flux2 import transformer, z_image
 
 TARGET = FOLDER / "flux2.json"
 CONFIG = flux2.Config()
+Z_IMAGE = z_image.ZImageConfig()
 SIDE = 1024  # of an image, in pixels
 TOKENS = (SIDE // CONFIG.vae.pixels_per_token) ** 2
 TEXT_TOKENS = 512
@@ -86,6 +87,7 @@ QUESTIONS = [
     Question("draw", "v6e", "tensor"),
     Question("draw", "v6e", "sequence"),
     Question("step", "v5e", "one chip", "shallow"),
+    Question("Z-Image step", "v5e", "one chip"),
 ]
 
 PULL_REQUEST = "https://github.com/AI-Hypercomputer/maxdiffusion/pull"
@@ -162,6 +164,13 @@ def encode_images(params: dict, images: jax.Array) -> jax.Array:
     return flux2.encode_images(params, CONFIG, images)
 
 
+def z_image_step(
+    params: dict, latents: jax.Array, prompt: jax.Array, mask: jax.Array, time: jax.Array
+) -> jax.Array:
+    times = jnp.full(len(latents), time)
+    return z_image.velocity(params["z_image"], Z_IMAGE, latents, prompt, mask, times)
+
+
 class Part(NamedTuple):
     function: Callable
     models: tuple[str, ...]  # whose parameters it takes
@@ -177,6 +186,9 @@ PARTS = {
     "edit step": Part(edit_step, ("transformer",), ("tokens", "tokens", "prompt", "time")),
     "decode": Part(decode, ("vae",), ("tokens",)),
     "encode image": Part(encode_images, ("vae",), ("images",)),
+    "Z-Image step": Part(
+        z_image_step, ("z_image",), ("z_image_latents", "z_image_prompt", "mask", "time")
+    ),
 }
 
 
@@ -191,6 +203,12 @@ def input_shapes(images: int) -> dict[str, jax.ShapeDtypeStruct]:
             (images, TEXT_TOKENS, CONFIG.transformer.joint_attention_dim), jnp.bfloat16
         ),
         "images": jax.ShapeDtypeStruct((images, SIDE, SIDE, 3), jnp.float32),
+        "z_image_latents": jax.ShapeDtypeStruct(
+            (images, SIDE // 8, SIDE // 8, Z_IMAGE.in_channels), jnp.float32
+        ),
+        "z_image_prompt": jax.ShapeDtypeStruct(
+            (images, TEXT_TOKENS, Z_IMAGE.cap_feat_dim), jnp.bfloat16
+        ),
         "time": jax.ShapeDtypeStruct((), jnp.float32),
     }
 
@@ -307,6 +325,7 @@ def make_arguments(question: Question, mesh: Mesh | None) -> tuple:
         for name, shape in inputs.items():
             spec = way.spec if shape.shape else P()
             inputs[name] = place(shape, NamedSharding(mesh, spec))
+    params["z_image"] = z_image_shapes()
     chosen = {model: params[model] for model in part.models}
     if "transformer" in chosen:
         chosen["transformer"] = VARIANTS[question.variant].parameters(chosen["transformer"])
@@ -320,6 +339,14 @@ def new_function(question: Question) -> Callable:
         return PARTS[question.part].function(*arguments)
 
     return function
+
+
+def z_image_shapes() -> dict[str, jax.ShapeDtypeStruct]:
+    declared = z_image.z_image_parameters(Z_IMAGE)
+    return {
+        name: jax.ShapeDtypeStruct(parameter.shape, jnp.bfloat16)
+        for name, parameter in declared.items()
+    }
 
 
 def count_parameters(params: dict) -> int:

@@ -103,7 +103,7 @@ class Recipe:
         Scenes to draw, and to edit.
     """
 
-    cycles: tuple[tuple[int, float, int], ...] = ((7_000, 2e-3, 4_500), (5_000, 1.5e-3, 3_500))
+    cycles: tuple[tuple[int, float, int], ...] = ((7_000, 2e-3, 4_500), (4_400, 1.5e-3, 3_000))
     warmup: int = 100
     batch: int = 128
     edits: int = 16
