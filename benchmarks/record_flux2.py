@@ -44,11 +44,13 @@ class Way(NamedTuple):
     rules: dict[str, str]  # for the parameters
     spec: P  # of inputs and outputs, whose axes are the images and the tokens, or rows of pixels
     images: int  # drawn at a time by all chips together
+    by_shard_map: bool = False  # instead of letting the compiler split the program
 
 
 WAYS = {
     "one chip": Way({}, flux2.DATA_PARALLEL, P(), images=1),
-    "data": Way({"data": 8}, flux2.DATA_PARALLEL, P("data"), images=8),
+    "data": Way({"data": 8}, flux2.DATA_PARALLEL, P("data"), images=8, by_shard_map=True),
+    "data by the partitioner": Way({"data": 8}, flux2.DATA_PARALLEL, P("data"), images=8),
     "tensor": Way({"model": 8}, flux2.TENSOR_PARALLEL, P(), images=1),
     "sequence": Way({"tokens": 8}, flux2.DATA_PARALLEL, P(None, "tokens"), images=1),
 }
@@ -76,6 +78,7 @@ QUESTIONS = [
     Question("encode", "v5e", "one chip"),
     Question("decode", "v5e", "one chip"),
     Question("edit", "v5e", "one chip"),
+    Question("draw", "v5e", "data by the partitioner"),
     Question("draw", "v5e", "data"),
     Question("step", "v6e", "tensor"),
     Question("step", "v6e", "tensor", "parts apart"),
@@ -379,6 +382,12 @@ def record(question: Question) -> None:
     function = new_function(question)
     with changed_model(question.variant):
         if mesh:
+            if way.by_shard_map:
+                # Each chip has the program of one chip alone.
+                specs = (P(), *(way.spec for _ in arguments[1:]))
+                function = jax.shard_map(
+                    function, mesh=mesh, in_specs=specs, out_specs=way.spec, check_vma=False
+                )
             function = jax.jit(function, out_shardings=NamedSharding(mesh, way.spec))
             with jax.set_mesh(mesh):
                 report = ask_compiler(function, *arguments, chip=question.chip)
