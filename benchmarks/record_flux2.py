@@ -84,13 +84,9 @@ QUESTIONS = [
     Question("step", "v6e", "tensor", "parts apart"),
     Question("step", "v6e", "sequence"),
     Question("draw", "v5e", "tensor"),
-    Question("draw", "v5e", "sequence"),
+    Question("Z-Image step", "v5e", "one chip"),
     Question("draw", "v6e", "one chip"),
     Question("draw", "v6e", "data"),
-    Question("draw", "v6e", "tensor"),
-    Question("draw", "v6e", "sequence"),
-    Question("step", "v5e", "one chip", "shallow"),
-    Question("Z-Image step", "v5e", "one chip"),
 ]
 
 PULL_REQUEST = "https://github.com/AI-Hypercomputer/maxdiffusion/pull"
@@ -275,14 +271,6 @@ def cut_parameters(p: dict) -> dict:
     return found
 
 
-def keep_one_layer(p: dict) -> dict:
-    """Shapes of a transformer with one double-stream and one single-stream block."""
-    found = {}
-    for key, shape in p.items():
-        found[key] = shape.update(shape=(1, *shape.shape[1:])) if ".*." in key else shape
-    return found
-
-
 class Variant(NamedTuple):
     changed: dict[str, Callable]  # functions of flux2.transformer
     parameters: Callable[[dict], dict] = lambda p: p
@@ -292,8 +280,6 @@ VARIANTS = {
     "": Variant({}),
     # The Pallas kernel, where the compiler would make one of its own.
     "flash": Variant({"attention": flash}),
-    # One block of each kind: a loop goes round once, so the compiler counts all operations.
-    "shallow": Variant({}, keep_one_layer),
     # Split over chips, each part of a fused matrix by itself, so that heads stay whole.
     "parts apart": Variant({"linear": linear_by_parts}, cut_parameters),
 }
