@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from PIL import Image
 from tqdm import tqdm
 
 from helpers import image_grid
 from shapes import judge, scenes
 from training import diffusion
+from training.pictures import save
 
 BATCH = 25
 SEED = scenes.CAPTION_SEED
@@ -146,11 +146,6 @@ def nearest(draw: Callable, folder: Path | None) -> dict:
         "least distance": min(of_drawn),
         "median distance of fresh scenes": float(np.median(of_fresh)),
     }
-
-
-def save(picture: Image.Image, file: Path) -> None:
-    """Write a PNG with 52 levels for each colour: half the bytes, and no visible difference."""
-    picture.point(lambda level: 5 * round(level / 5)).save(file, optimize=True)
 
 
 def main() -> None:

@@ -235,12 +235,8 @@ def initial_parameters(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
     return params
 
 
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon for the matrices of the blocks, AdamW for all other parameters.
-
-    Muon (https://kellerjordan.github.io/posts/muon/) makes each update of a matrix orthogonal, and
-    ``consistent_rms`` gives it the size that AdamW's have.
-    """
+def learning_rate(recipe: Recipe) -> optax.Schedule:
+    """The learning rate by the number of the step: it falls to zero at the end of each cycle."""
     schedules, ends = [], []
     start = 0
     for steps, peak, cooldown in recipe.cycles:
@@ -251,10 +247,15 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
         ends += [start + steps - cooldown, start + steps]
         start += steps
     planned = optax.schedules.join_schedules(schedules, ends[:-1])
+    return lambda count: planned(count) * jnp.minimum(1, count / recipe.warmup)
 
-    def rate(count: jax.Array) -> jax.Array:
-        return planned(count) * jnp.minimum(1, count / recipe.warmup)
 
+def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Muon for the matrices of the blocks, AdamW for all other parameters.
+
+    Muon (https://kellerjordan.github.io/posts/muon/) makes each update of a matrix orthogonal, and
+    ``consistent_rms`` gives it the size that AdamW's have.
+    """
     # For each parameter the axes of its matrices, which are one for each block, or None where
     # AdamW steps it.
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
@@ -268,7 +269,7 @@ def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
-            rate,
+            learning_rate(recipe),
             weight_decay=0.01,
             adam_weight_decay=0.01,
             adam_b2=0.99,
@@ -391,7 +392,7 @@ class Judge:
     the caption asks for in one attribute.
     """
 
-    def __init__(self, vae: dict[str, jax.Array], count: int = JUDGED):
+    def __init__(self, vae: dict[str, jax.Array], count: int):
         self.vae = vae
         self.asked = scenes.held_out_captions(count)
         self.tokenize = Tokenizer(qwen.build(), qwen.MAX_LENGTH)
@@ -465,7 +466,7 @@ def train(folder: Path, recipe: Recipe) -> dict:
     """Train, and return the averaged parameters. The folder holds the state to resume from."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = prepare(folder, recipe)
-    judges = Judge(vae_parameters(numbers["mean"], numbers["variance"]))
+    judges = Judge(vae_parameters(numbers["mean"], numbers["variance"]), JUDGED)
     data = {name: jnp.asarray(value) for name, value in numbers.items()}
     data["ids"], data["mask"] = map(jnp.asarray, judges.tokenize(all_captions()))
     optimizer = make_optimizer(recipe)
