@@ -41,7 +41,7 @@ def check_packages() -> Iterator[str]:
             )
     wrong = {package.name for package in needed if not package.fits}
     if wrong and wrong <= set(packages.ONLY_FOR_FLAX_PIPELINES):
-        print("\nThe chapters from 11 on run as it is: no Flax pipeline is in them.")
+        print("\nThe chapters from 9 on run as it is: no Flax pipeline is in them.")
 
 
 def check_jax() -> Iterator[str]:
@@ -125,8 +125,8 @@ def check_room() -> Iterator[str]:
     print(f"Disk: {free / GIB:.1f} GiB free for {constants.HF_HUB_CACHE}")
     if free < LEAST_FREE:
         yield (
-            f"Less than 2 GiB of disk is free for {constants.HF_HUB_CACHE}: `hf cache delete "
-            "--disable-tui`, or set HF_HOME elsewhere"
+            f"Less than 2 GiB of disk is free for {constants.HF_HUB_CACHE}: delete weights there, as "
+            "`hf cache --help` says, or set HF_HOME elsewhere"
         )
 
 

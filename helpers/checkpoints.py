@@ -142,7 +142,7 @@ def pick_checkpoint(
     model : {"sd", "sdxl"}
         The architecture that the chapter teaches: that of Stable Diffusion 1, or XL.
     safetensors : bool
-        Whether weights may be safetensors, too, as the chapters from 11 on read them.
+        Whether weights may be safetensors, too, as the chapters from 9 on read them.
     choice : str, optional
         What decides in place of ``TUTORIAL_CHECKPOINT``, in the same words.
 
@@ -435,7 +435,7 @@ def _check_weights(name: str, files: Collection[str], safetensors: bool) -> str:
         )
     if not safetensors:
         raise RuntimeError(
-            f"{name} has safetensors, which the chapters from 11 on read, and no Flax weights, "
+            f"{name} has safetensors, which the chapters from 9 on read, and no Flax weights, "
             "which this chapter needs: choose a different one here."
         )
     return ".safetensors"

@@ -11,7 +11,7 @@ from packaging.version import Version
 
 DISTRIBUTION = "stable-diffusion-jax-course"
 PIP = f"{sys.executable} -m pip install"  # a plain ``pip`` may belong to a different Python
-# Flax pipelines need old versions of these. The chapters from 11 on need none of them, or any.
+# Flax pipelines need old versions of these. The chapters from 9 on need none of them, or any.
 ONLY_FOR_FLAX_PIPELINES = ("diffusers", "huggingface-hub", "transformers")
 
 
@@ -116,9 +116,9 @@ def quiet_warnings() -> None:
 
     Two warnings would otherwise stand in the output of nearly every chapter: that each Flax class
     is deprecated and will be removed, which is why the course keeps to the last versions that have
-    them; and, on five lines, that a pipeline was loaded without its safety checker, which the
-    licence of Stable Diffusion asks users to keep for what they show to others. Chapter 4 explains
-    the safety checker and shows that warning.
+    them; and, on five lines, that a pipeline was loaded without its safety checker, and that
+    unfiltered images are not to be shown to the public. Chapter 4 explains the safety checker and
+    shows that warning.
 
     Both packages read their environment variable when they are imported, so call this before.
     """

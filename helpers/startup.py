@@ -95,9 +95,9 @@ def check_installed_versions() -> None:
         )
     if only_for_pipelines:
         print(
-            f"Chapters 2 to 9 do not run with {packages.list_versions(only_for_pipelines)}: for "
-            f"these chapters, run `{packages.pip_command(only_for_pipelines)}`, and restart the "
-            "kernel."
+            "Chapters 0 and 2 to 8 do not run with "
+            f"{packages.list_versions(only_for_pipelines)}: for these chapters, run "
+            f"`{packages.pip_command(only_for_pipelines)}`, and restart the kernel."
         )
     if newer:
         print(

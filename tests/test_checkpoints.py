@@ -185,7 +185,7 @@ def test_a_checkpoint_for_another_architecture_is_refused(choose, hub, choice, m
 def test_safetensors_are_for_the_later_chapters(choose, hub, with_safetensors):
     hub.sizes = {"unet/model.fp16.safetensors": 10**9}
     for choice in (with_safetensors, SD):
-        with pytest.raises(RuntimeError, match="has safetensors, which the chapters from 11 on"):
+        with pytest.raises(RuntimeError, match="has safetensors, which the chapters from 9 on"):
             choose(choice)
         assert choose(choice, safetensors=True).source == choice
 
