@@ -82,6 +82,14 @@ PRINTED = {
         r"largest difference of the first: 0\.0\d\d of 255$",
         r"Meant to fail\. ValueError: The parameter conv_in\.weight of unet is missing",
     ],
+    "15_from_noise": [
+        r"the derivative at t = 0\.3 is noise - data: True$",
+        r"paths: +0 up, +[1-9]\d* down",
+        r"collectives: \{'all-reduce': \d+\}$",  # on several devices
+        r"all devices (\d\.\d{3})\d, one device \1\d$",
+        r"(2[4-9]|3\d|4\d) of 48 are right in every attribute$",
+        *(rf"data from {name}: True$" for name in ("epsilon", "v", "velocity")),
+    ],
 }
 
 

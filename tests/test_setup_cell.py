@@ -124,7 +124,9 @@ def test_without_flax_pipelines_it_says_which_chapters_do_not_run(pretend, capsy
     startup.check_installed_versions()
     (said,) = capsys.readouterr().out.splitlines()
     found = f"{name.replace('_', '-')} {version or '(missing)'}"
-    assert said.startswith(f"Chapters 0 and 2 to 8 do not run with {found}: for these chapters, run `")
+    assert said.startswith(
+        f"Chapters 0 and 2 to 8 do not run with {found}: for these chapters, run `"
+    )
 
 
 def test_a_jax_that_is_newer_than_what_was_tested_does_not_stop_it(pretend, capsys):
