@@ -91,8 +91,10 @@ translations: .venv/installed  ## renew the Chinese edition, and list what to tr
 	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train]'
 	@touch $@
 
-checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (half a day on 2 cores; ARGS=--compile is faster; resumable)
+checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (a day on 2 cores; ARGS=--compile is faster; resumable)
 	@.venv-train/bin/python -m training $(ARGS)
+	@.venv-train/bin/python -m training.flow
+	@.venv-train/bin/python -m training.export
 
 LOCK := $(BIN)/python -m uv pip compile --quiet --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
 --custom-compile-command "make lock" $(ARGS)

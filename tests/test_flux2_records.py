@@ -13,7 +13,6 @@ from benchmarks.record_flux2 import (
     count_parameters,
     make_arguments,
 )
-from course.tpu.chips import CHIPS
 
 RECORDS = json.loads(TARGET.read_text(encoding="utf-8"))
 
@@ -43,13 +42,15 @@ def test_the_compiler_counts_about_the_same_operations(part):
     assert recorded["report"]["work"]["flops"] == pytest.approx(recorded["flops"], rel=0.05)
 
 
-@pytest.mark.parametrize("program", ["draw, v5e", "draw, v6e", "edit, v5e", "Z-Image step, v5e"])
+@pytest.mark.parametrize("program", ["draw, v5e", "draw, v6e", "edit, v5e"])
 def test_the_whole_program_fits_one_chip(program):
     report = RECORDS["programs"][f"{program}, one chip"]["report"]
     assert sum(report["memory"].values()) < report["chip"]["usable_hbm"]
 
 
 def test_no_published_time_is_below_its_bound():
+    chips = [program["report"]["chip"] for program in RECORDS["programs"].values()]
+    peaks = {chip["name"]: chip["peak"] for chip in chips}
     for run in RECORDS["published"]:
         flops = run["images"] * RECORDS["flops"]["step"]
-        assert run["step_seconds"] > flops / (run["chips"] * CHIPS[run["chip"]].peak)
+        assert run["step_seconds"] > flops / (run["chips"] * peaks[run["chip"]])
