@@ -214,7 +214,7 @@ def draw_curves(content: dict) -> None:
     unet = {steps: right for steps, right in unet_scores().items() if steps <= max(STEPS)}
     axes[0].plot(unet.keys(), unet.values(), "s--", color="C7", label="the UNet, by DDIM")
     axes[0].set_ylabel(f"right, of {flow.JUDGED}")
-    axes[1].legend(*axes[0].get_legend_handles_labels(), loc="lower right")
+    axes[0].legend(loc="lower right", fontsize="small")
     figure.savefig(CHECKPOINT / "scores.png", dpi=80)
 
 
