@@ -125,8 +125,8 @@ def check_room() -> Iterator[str]:
     print(f"Disk: {free / GIB:.1f} GiB free for {constants.HF_HUB_CACHE}")
     if free < LEAST_FREE:
         yield (
-            f"Less than 2 GiB of disk is free for {constants.HF_HUB_CACHE}: delete weights there, as "
-            "`hf cache --help` says, or set HF_HOME elsewhere"
+            f"Less than 2 GiB of disk is free for {constants.HF_HUB_CACHE}: delete weights there, "
+            "as `hf cache --help` says, or set HF_HOME elsewhere"
         )
 
 
