@@ -222,6 +222,13 @@ KINDS = [
     ),
     Kind(
         FOLDER,
+        "flux2",
+        "FLUX.2-klein in diffusers' format with safetensors, in one file or several",
+        True,
+        "`flux2.load`, and in chapter 16 `TUTORIAL_CHECKPOINT`; `helpers.find_folder` for a Hub id",
+    ),
+    Kind(
+        FOLDER,
         "only-bin",
         "parameters as `.bin` alone",
         False,

@@ -1,4 +1,4 @@
-"""Which weights a chapter loads: Stable Diffusion's own, or a small checkpoint of the course."""
+"""Which weights a chapter loads: those of a real model, or a small checkpoint of the course."""
 
 import json
 import os
@@ -63,7 +63,7 @@ class Checkpoint:
     height, width : int
         Image size in pixels.
     num_inference_steps, guidance_scale : int, float
-        Sampling settings that suit these weights.
+        Sampling settings that suit these weights; a scale of 1 is no guidance.
     prompts : tuple of str
         Eight examples of what they can draw.
     has_safety_checker : bool
@@ -107,6 +107,8 @@ class _Model:
     revision: str
     # GiB on each device: parameters, temporaries and some room; docs/real-models.md has the sources
     memory: int
+    denoiser: str = "unet"  # the folder of the part that is asked at every step
+    weights: str = FLAX_WEIGHTS  # a file that every checkpoint of the course's own kind has
 
 
 _MODELS = {
@@ -124,6 +126,15 @@ _MODELS = {
         revision="main",
         memory=14,
     ),
+    "flux2": _Model(
+        pipeline="Flux2KleinPipeline",
+        bundled="shapes-flux2",
+        hub_id="black-forest-labs/FLUX.2-klein-4B",
+        revision="main",
+        memory=15,  # benchmarks/flux2.json
+        denoiser="transformer",
+        weights="transformer/diffusion_pytorch_model.safetensors",
+    ),
 }
 
 
@@ -132,17 +143,18 @@ def pick_checkpoint(
 ) -> Checkpoint:
     """Choose the weights that fit this machine, and say in one line what was chosen.
 
-    On a TPU or GPU with enough memory these are Stable Diffusion's own, for bfloat16. On a CPU, or
-    if the Hub cannot be reached, it is the checkpoint that comes with this course. The environment
+    On a TPU or GPU with enough memory these are the real model's own, for bfloat16. On a CPU, or if
+    the Hub cannot be reached, it is the checkpoint that comes with this course. The environment
     variable ``TUTORIAL_CHECKPOINT`` decides otherwise: the name of a bundled checkpoint, the path
     of a folder in diffusers' format with Flax weights, or a Hub id, with ``@revision`` if need be.
 
     Parameters
     ----------
-    model : {"sd", "sdxl"}
-        The architecture that the chapter teaches: that of Stable Diffusion 1, or XL.
+    model : {"sd", "sdxl", "flux2"}
+        The architecture that the chapter teaches: that of Stable Diffusion 1, XL, or FLUX.2-klein.
     safetensors : bool
-        Whether weights may be safetensors, too, as the chapters from 9 on read them.
+        Whether weights may be safetensors, too, as the chapters from 9 on read them. FLUX.2-klein
+        has no others.
     choice : str, optional
         What decides in place of ``TUTORIAL_CHECKPOINT``, in the same words.
 
@@ -226,8 +238,11 @@ def bundled_checkpoint(name: str) -> Checkpoint:
 
 def bundled_names() -> list[str]:
     """The names of the checkpoints that come with the course."""
-    files = find_data("checkpoints").glob(f"*/{FLAX_WEIGHTS}")
-    return sorted(file.parents[1].name for file in files)
+    names = []
+    for weights in sorted({model.weights for model in _MODELS.values()}):
+        files = find_data("checkpoints").glob(f"*/{weights}")
+        names += [file.parents[1].name for file in files]
+    return sorted(names)
 
 
 def download(checkpoint: Checkpoint, only: list[str] | None = None) -> Path:
@@ -359,7 +374,7 @@ def _find(choice: str, model: str, safetensors: bool) -> Checkpoint:
         return checkpoint
     if Path(choice).is_dir():
         names = [file.relative_to(choice).as_posix() for file in Path(choice).rglob("*.*")]
-        _check_weights(f"The folder {choice}", names, safetensors)
+        _check_weights(f"The folder {choice}", names, model, safetensors)
         _check_architecture(choice, Path(choice, "model_index.json"), model)
         return _from_folder(Path(choice), choice, _PHOTO_PROMPTS)
     hub_id, revision = _split_hub_id(
@@ -373,8 +388,8 @@ def _from_folder(folder: Path, name: str, prompts: tuple[str, ...]) -> Checkpoin
     dtype = jnp.bfloat16 if folder.name.endswith("-bf16") else jnp.float32
     pixels, steps, guidance = _suitable_settings(
         index=folder / "model_index.json",
-        unet=folder / "unet" / "config.json",
         vae=folder / "vae" / "config.json",
+        denoiser=folder / "unet" / "config.json",
     )
     return Checkpoint(
         name=name,
@@ -393,21 +408,23 @@ def _from_folder(folder: Path, name: str, prompts: tuple[str, ...]) -> Checkpoin
 def _from_hub(hub_id: str, revision: str, model: str, safetensors: bool) -> Checkpoint:
     """Describe a repository on the Hub, of which only the configuration is downloaded."""
     name = f"{hub_id} at revision {revision!r}"
+    weights = _MODELS[model].weights
     has_token()  # from here on, the Hub's client knows it
     size = 0
     with _explain_hub_errors(name, hub_id):
         # If the largest file is in the cache, the rest is, too, and a network is not needed.
-        if not isinstance(try_to_load_from_cache(hub_id, FLAX_WEIGHTS, revision=revision), str):
+        if not isinstance(try_to_load_from_cache(hub_id, weights, revision=revision), str):
             info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=10)
             sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-            kind = _check_weights(name, sizes, safetensors)
+            kind = _check_weights(name, sizes, model, safetensors)
             size = sum(sizes[file] for file in sizes if "/" in file and file.endswith(kind))
             _check_disk(name, size)
         index = hf_hub_download(hub_id, "model_index.json", revision=revision)
-        unet = hf_hub_download(hub_id, "unet/config.json", revision=revision)
+        _check_architecture(name, Path(index), model)
+        part = _MODELS[model].denoiser
+        denoiser = hf_hub_download(hub_id, f"{part}/config.json", revision=revision)
         vae = hf_hub_download(hub_id, "vae/config.json", revision=revision)
-    _check_architecture(name, Path(index), model)
-    pixels, steps, guidance = _suitable_settings(Path(index), Path(unet), Path(vae))
+    pixels, steps, guidance = _suitable_settings(Path(index), Path(vae), Path(denoiser))
     if size:
         print(f"Loading {name} will download {size / 1e9:.1f} GB.")
     return Checkpoint(
@@ -424,15 +441,16 @@ def _from_hub(hub_id: str, revision: str, model: str, safetensors: bool) -> Chec
     )
 
 
-def _check_weights(name: str, files: Collection[str], safetensors: bool) -> str:
+def _check_weights(name: str, files: Collection[str], model: str, safetensors: bool) -> str:
     """The ending of the weights among these files; an error if the chapter cannot read them."""
     if FLAX_WEIGHTS in files:
         return ".msgpack"
-    if not any(file.startswith("unet/") and file.endswith(".safetensors") for file in files):
-        raise RuntimeError(
-            f"{name} holds no pipeline with Flax weights or safetensors ({FLAX_WEIGHTS} is "
-            "missing): choose a different one."
-        )
+    kinds = "safetensors"
+    if _MODELS[model].weights == FLAX_WEIGHTS:
+        kinds = f"Flax weights or safetensors ({FLAX_WEIGHTS} is missing)"
+    start = f"{_MODELS[model].denoiser}/"
+    if not any(file.startswith(start) and file.endswith(".safetensors") for file in files):
+        raise RuntimeError(f"{name} holds no pipeline with {kinds}: choose a different one.")
     if not safetensors:
         raise RuntimeError(
             f"{name} has safetensors, which the chapters from 9 on read, and no Flax weights, "
@@ -478,14 +496,25 @@ def _has_safety_checker(index: Path) -> bool:
     return kind is not None
 
 
-def _suitable_settings(index: Path, unet: Path, vae: Path) -> tuple[int, int, float]:
-    """Height and width in pixels, steps, and guidance scale, from three configuration files."""
-    latent_side = json.loads(unet.read_text(encoding="utf-8"))["sample_size"]
+def _suitable_settings(index: Path, vae: Path, denoiser: Path) -> tuple[int, int, float]:
+    """Height and width in pixels, steps, and guidance scale, from configuration files.
+
+    A UNet's own names the size of the latents, and FLUX.2's VAE's that of the images.
+    """
+    pipeline = json.loads(index.read_text(encoding="utf-8"))
+    autoencoder = json.loads(vae.read_text(encoding="utf-8"))
+    if pipeline["_class_name"] == _MODELS["flux2"].pipeline:
+        pixels = autoencoder["sample_size"]
+        if pipeline.get("is_distilled"):
+            return pixels, 4, 1.0
+        if pixels < 256:  # benchmarks/flow.json
+            return pixels, 8, 3.0
+        return pixels, 50, 4.0
+    latent_side = json.loads(denoiser.read_text(encoding="utf-8"))["sample_size"]
     # Every block of the VAE but the last halves the height and the width.
-    blocks = json.loads(vae.read_text(encoding="utf-8"))["block_out_channels"]
-    pixels = latent_side * 2 ** (len(blocks) - 1)
+    pixels = latent_side * 2 ** (len(autoencoder["block_out_channels"]) - 1)
     if pixels < 256:  # more steps get no more images right: benchmarks/steps.json
         return pixels, 15, 3.0
-    if "XL" in json.loads(index.read_text(encoding="utf-8"))["_class_name"]:
+    if "XL" in pipeline["_class_name"]:
         return pixels, 25, 5.0
     return pixels, 50, 7.5

@@ -14,10 +14,20 @@ import helpers
 from helpers import checkpoints
 
 SD, SDXL = "CompVis/stable-diffusion-v1-4", "stabilityai/stable-diffusion-xl-base-1.0"
+KLEIN, KLEIN_BASE = "black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-klein-base-4B"
 PYTORCH_CONFIGS = {
     # Named after PyTorch's class, whose weights may lie in the same repository.
-    SD: ("StableDiffusionPipeline", 64),
-    SDXL: ("StableDiffusionXLPipeline", 128),
+    SD: {"_class_name": "StableDiffusionPipeline", "sample_size": 64},
+    SDXL: {"_class_name": "StableDiffusionXLPipeline", "sample_size": 128},
+    KLEIN: {"_class_name": "Flux2KleinPipeline", "sample_size": 1024, "is_distilled": True},
+    KLEIN_BASE: {"_class_name": "Flux2KleinPipeline", "sample_size": 1024, "is_distilled": False},
+}
+KLEIN_SIZES = {
+    "flux-2-klein-4b.safetensors": 7_750_000_000,  # all parts once more, as one file
+    "transformer/diffusion_pytorch_model.safetensors": 7_750_000_000,
+    "text_encoder/model-00001-of-00002.safetensors": 4_970_000_000,
+    "text_encoder/model-00002-of-00002.safetensors": 3_080_000_000,
+    "vae/diffusion_pytorch_model.safetensors": 168_000_000,
 }
 
 
@@ -34,7 +44,7 @@ def accelerator(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hub that has both models; its attribute `sizes` has the sizes of files, in bytes."""
+    """A Hub that has all models; its attribute `sizes` has the sizes of files, in bytes."""
     hub = SimpleNamespace(sizes={checkpoints.FLAX_WEIGHTS: 1_720_000_000, "unet/other.bin": 10**12})
 
     def model_info(self, hub_id, **options):
@@ -42,12 +52,7 @@ def hub(monkeypatch, tmp_path):
         return SimpleNamespace(siblings=files)
 
     def hf_hub_download(hub_id, file, revision):
-        pipeline, side = PYTORCH_CONFIGS[hub_id]
-        content = {
-            "_class_name": pipeline,
-            "sample_size": side,
-            "block_out_channels": [128, 256, 512, 512],
-        }
+        content = PYTORCH_CONFIGS[hub_id] | {"block_out_channels": [128, 256, 512, 512]}
         path = tmp_path / "config.json"
         path.write_text(json.dumps(content))
         return str(path)
@@ -89,7 +94,7 @@ def with_safetensors(tmp_path):
 # What is chosen
 
 
-@pytest.mark.parametrize("model", ["sd", "sdxl"])
+@pytest.mark.parametrize("model", ["sd", "sdxl", "flux2"])
 def test_a_cpu_run_says_so_and_takes_the_bundled_checkpoint(capsys, model):
     assert helpers.pick_checkpoint(model) == helpers.bundled_checkpoint(f"shapes-{model}")
     said = capsys.readouterr().out
@@ -112,11 +117,22 @@ def test_an_accelerator_with_the_memory_gets_the_real_model_in_bfloat16(
     assert capsys.readouterr().out == said
 
 
+def test_an_accelerator_with_the_memory_gets_flux2_klein(hub, accelerator, capsys):
+    hub.sizes = KLEIN_SIZES
+    accelerator(memory=15.75)  # a TPU v5e
+    chosen = helpers.pick_checkpoint("flux2", safetensors=True)
+    assert (chosen.source, chosen.revision, chosen.dtype) == (KLEIN, "main", jnp.bfloat16)
+    assert (chosen.height, chosen.width) == (1024, 1024)
+    assert (chosen.num_inference_steps, chosen.guidance_scale) == (4, 1.0)
+    assert "will download 16.0 GB" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("model", "memory", "reason"),
     [
         ("sd", 4, f"{SD} takes 6 GiB of memory, and each device has 4.0 GiB"),
         ("sdxl", 8, f"{SDXL} takes 14 GiB of memory, and each device has 8.0 GiB"),
+        ("flux2", 12, f"{KLEIN} takes 15 GiB of memory, and each device has 12.0 GiB"),
         ("sd", 0, f"{SD} takes 6 GiB of memory, and the devices do not tell theirs"),
     ],
 )
@@ -174,12 +190,24 @@ def test_a_hub_id_is_taken_with_its_revision(choose, hub):
         ("shapes-sd", "sdxl"),
         (helpers.bundled_checkpoint("shapes-sd").source, "sdxl"),
         (SDXL, "sd"),
+        ("shapes-flux2", "sd"),
     ],
-    ids=["XL", "SD", "folder", "on the Hub"],
+    ids=["XL", "SD", "folder", "on the Hub", "FLUX.2"],
 )
 def test_a_checkpoint_for_another_architecture_is_refused(choose, hub, choice, model):
     with pytest.raises(RuntimeError, match=r"is made for .*, and this chapter teaches Flax"):
         choose(choice, model)
+
+
+def test_stable_diffusion_is_refused_where_flux2_is_taught(choose):
+    with pytest.raises(RuntimeError, match="and this chapter teaches Flux2KleinPipeline: set"):
+        choose("shapes-sd", "flux2", safetensors=True)
+
+
+def test_the_base_of_flux2_klein_gets_more_steps_and_guidance(choose, hub):
+    hub.sizes = KLEIN_SIZES
+    chosen = choose(KLEIN_BASE, "flux2", safetensors=True)
+    assert (chosen.num_inference_steps, chosen.guidance_scale) == (50, 4.0)
 
 
 def test_safetensors_are_for_the_later_chapters(choose, hub, with_safetensors):
@@ -197,6 +225,8 @@ def test_a_place_without_weights_is_refused(choose, hub, tmp_path):
             RuntimeError, match="holds no pipeline with Flax weights or safetensors"
         ):
             choose(choice, safetensors=True)
+        with pytest.raises(RuntimeError, match="holds no pipeline with safetensors: choose"):
+            choose(choice, "flux2", safetensors=True)
 
 
 @pytest.mark.parametrize("choice", ["shapes-sd15", "./nowhere/at-all", "/nowhere"])
@@ -253,19 +283,26 @@ def test_an_unknown_model_lists_the_known_ones():
 
 def test_an_unknown_bundled_checkpoint_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match="'sd15': choose one of shapes-sd, shapes-sd-bf16, shapes-sdxl"
+        ValueError,
+        match="'sd15': choose one of shapes-flux2, shapes-sd, shapes-sd-bf16, shapes-sdxl",
     ):
         helpers.bundled_checkpoint("sd15")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("shapes-sd", jnp.float32), ("shapes-sd-bf16", jnp.bfloat16), ("shapes-sdxl", jnp.float32)],
+    [
+        ("shapes-sd", jnp.float32),
+        ("shapes-sd-bf16", jnp.bfloat16),
+        ("shapes-sdxl", jnp.float32),
+        ("shapes-flux2", jnp.float32),
+    ],
 )
 def test_a_bundled_checkpoint_describes_itself(name, dtype):
     checkpoint = helpers.bundled_checkpoint(name)
     assert (checkpoint.height, checkpoint.width, checkpoint.dtype) == (64, 64, dtype)
-    assert (checkpoint.num_inference_steps, checkpoint.guidance_scale) == (15, 3.0)
+    steps = 8 if name == "shapes-flux2" else 15
+    assert (checkpoint.num_inference_steps, checkpoint.guidance_scale) == (steps, 3.0)
     assert len(checkpoint.prompts) == 8
 
 

@@ -18,9 +18,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import course.convert
+import flux2
 import helpers.checkpoints
 import stable_diffusion as sd
 from course.files import KINDS
+from flux2.weights import to_files
 from helpers import bundled_checkpoint, find_folder
 from stable_diffusion import convert, lora
 from stable_diffusion.text import EMBEDDINGS
@@ -369,6 +371,25 @@ def schedulers(bench):
     assert list(found.values()) == ["dpm++", "dpm++", "euler", "euler", "dpm++"]
 
 
+def klein(bench):
+    source = Path(bundled_checkpoint("shapes-flux2").source)
+    params, _, _ = flux2.load(source)
+    copy = shutil.copytree(source, bench.place / "klein")
+    for part, values in params.items():
+        (whole,) = (copy / part).glob("*.safetensors")
+        whole.unlink()
+        tensors = to_files(values)
+        places = {}
+        for n in range(2):
+            shard = f"model-{n + 1:05}-of-00002.safetensors"
+            some = dict(list(tensors.items())[n::2])
+            make.save(some, copy / part / shard)
+            places |= dict.fromkeys(some, shard)
+        text = json.dumps({"weight_map": places})
+        (copy / part / "model.safetensors.index.json").write_text(text)
+    assert make.is_same(flux2.load(copy)[0], params)
+
+
 def only_bin(bench):
     folder = bench.folder_copy()
     (folder / f"{UNET}.safetensors").rename(folder / f"{UNET}.bin")
@@ -531,6 +552,7 @@ CASES = {
     "shards": shards,
     "hub": hub,
     "schedulers": schedulers,
+    "flux2": klein,
     "only-bin": only_bin,
     "inpainting-folder": inpainting_folder,
     "other-pipeline": other_pipeline,

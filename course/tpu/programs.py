@@ -29,8 +29,8 @@ PARTS = (ENCODERS, STEP, DECODER)
 def find_folder(model: str) -> Path:
     """The folder with a model's configuration files, see ``Program.model``."""
     folders = {"sd": CONFIGURATIONS / "sd", "sdxl": CONFIGURATIONS / "sdxl"}
-    for index in sorted(find_data("checkpoints").glob("*/model_index.json")):
-        folders[index.parent.name] = index.parent
+    for unet in sorted(find_data("checkpoints").glob("*/unet")):
+        folders[unet.parent.name] = unet.parent
     folder = folders.get(model, Path(model))
     if not (folder / "model_index.json").exists():
         raise ValueError(
