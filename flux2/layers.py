@@ -90,7 +90,11 @@ def swiglu(gate: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
     """Softmax attention of several heads.
 
@@ -101,6 +105,8 @@ def attention(
         heads of queries share one (grouped-query attention).
     mask : jax.Array, optional
         Which keys a query sees: bool, (batch or 1, 1, queries, keys).
+    scale : float, optional
+        What the scores are multiplied by: one over the root of the channels if it is not given.
 
     Returns
     -------
@@ -114,13 +120,13 @@ def attention(
     # With heads first, and the scale on the queries, the TPU compiler fuses the products with the
     # softmax, so that the scores of all heads are never in memory.
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    query = query * channels**-0.5
+    query = query * (channels**-0.5 if scale is None else scale)
     scores = jnp.einsum("bhqd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     y = jnp.einsum("bhqk,bhkd->bhqd", weights, value)
-    return y.swapaxes(1, 2).reshape(batch, tokens, heads * channels)
+    return y.swapaxes(1, 2).reshape(batch, tokens, -1)
 
 
 def conv_parameters(inputs: int, outputs: int, size: int = 3) -> dict[str, Parameter]:

@@ -121,58 +121,85 @@ def velocity(
         modulate_text = modulation(p, "double_stream_modulation_txt", condition)
         modulate_both = modulation(p, "single_stream_modulation", condition)
 
-    def double_block(p: dict, streams: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        text, image = streams
-        y = modulated(text, *modulate_text[:2], epsilon)
-        z = modulated(image, *modulate_image[:2], epsilon)
-        query = jnp.concatenate(
-            [
-                rms_norm(p, "attn.norm_added_q", heads(p, "attn.add_q_proj", y, config), epsilon),
-                rms_norm(p, "attn.norm_q", heads(p, "attn.to_q", z, config), epsilon),
-            ],
-            axis=1,
-        )
-        key = jnp.concatenate(
-            [
-                rms_norm(p, "attn.norm_added_k", heads(p, "attn.add_k_proj", y, config), epsilon),
-                rms_norm(p, "attn.norm_k", heads(p, "attn.to_k", z, config), epsilon),
-            ],
-            axis=1,
-        )
-        value = jnp.concatenate(
-            [heads(p, "attn.add_v_proj", y, config), heads(p, "attn.to_v", z, config)], axis=1
-        )
-        seen = attention(rotate(query, rotation), rotate(key, rotation), value)
-        text += modulate_text[2] * linear(p, "attn.to_add_out", seen[:, :texts])
-        image += modulate_image[2] * linear(p, "attn.to_out.0", seen[:, texts:])
-        y = modulated(text, *modulate_text[3:5], epsilon)
-        text += modulate_text[5] * feed_forward(p, "ff_context", y)
-        z = modulated(image, *modulate_image[3:5], epsilon)
-        image += modulate_image[5] * feed_forward(p, "ff", z)
-        return text, image
-
-    def single_block(p: dict, x: jax.Array) -> jax.Array:
-        shift, scale, gate = modulate_both
-        y = linear(p, "attn.to_qkv_mlp_proj", modulated(x, shift, scale, epsilon))
-        hidden = int(config.width * config.mlp_ratio)
-        ends = np.cumsum([config.width, config.width, config.width, hidden])
-        query, key, value, mlp_gate, mlp_value = jnp.split(y, ends, axis=-1)
-        query = rms_norm(p, "attn.norm_q", split_heads(query, config), epsilon)
-        key = rms_norm(p, "attn.norm_k", split_heads(key, config), epsilon)
-        value = split_heads(value, config)
-        seen = attention(rotate(query, rotation), rotate(key, rotation), value)
-        both = jnp.concatenate([seen, swiglu(mlp_gate, mlp_value)], axis=-1)
-        return x + gate * linear(p, "attn.to_out", both)
-
     text = linear(p, "context_embedder", text)
     image = linear(p, "x_embedder", image)
     with jax.named_scope("double_stream"):
-        text, image = scan_blocks(double_block, p, DOUBLE, (text, image))
+
+        def double(p: dict, streams: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            return double_block(p, config, *streams, modulate_text, modulate_image, rotation)
+
+        text, image = scan_blocks(double, p, DOUBLE, (text, image))
     with jax.named_scope("single_stream"):
+
+        def single(p: dict, x: jax.Array) -> jax.Array:
+            return single_block(p, config, x, modulate_both, rotation)
+
         both = jnp.concatenate([text, image], axis=1)
-        image = scan_blocks(single_block, p, SINGLE, both)[:, texts:]
+        image = scan_blocks(single, p, SINGLE, both)[:, texts:]
     scale, shift = jnp.split(linear(p, "norm_out.linear", condition)[:, None], 2, axis=-1)
     return linear(p, "proj_out", modulated(image, shift, scale, epsilon)).astype(jnp.float32)
+
+
+def double_block(
+    p: dict,
+    config: TransformerConfig,
+    text: jax.Array,
+    image: jax.Array,
+    modulate_text: list[jax.Array],
+    modulate_image: list[jax.Array],
+    rotation: tuple[np.ndarray, np.ndarray],
+) -> tuple[jax.Array, jax.Array]:
+    """Text and image, each with weights of its own, look at each other and at themselves."""
+    epsilon = config.eps
+    texts = text.shape[1]
+    y = modulated(text, *modulate_text[:2], epsilon)
+    z = modulated(image, *modulate_image[:2], epsilon)
+    query = jnp.concatenate(
+        [
+            rms_norm(p, "attn.norm_added_q", heads(p, "attn.add_q_proj", y, config), epsilon),
+            rms_norm(p, "attn.norm_q", heads(p, "attn.to_q", z, config), epsilon),
+        ],
+        axis=1,
+    )
+    key = jnp.concatenate(
+        [
+            rms_norm(p, "attn.norm_added_k", heads(p, "attn.add_k_proj", y, config), epsilon),
+            rms_norm(p, "attn.norm_k", heads(p, "attn.to_k", z, config), epsilon),
+        ],
+        axis=1,
+    )
+    value = jnp.concatenate(
+        [heads(p, "attn.add_v_proj", y, config), heads(p, "attn.to_v", z, config)], axis=1
+    )
+    seen = attention(rotate(query, rotation), rotate(key, rotation), value)
+    text += modulate_text[2] * linear(p, "attn.to_add_out", seen[:, :texts])
+    image += modulate_image[2] * linear(p, "attn.to_out.0", seen[:, texts:])
+    y = modulated(text, *modulate_text[3:5], epsilon)
+    text += modulate_text[5] * feed_forward(p, "ff_context", y)
+    z = modulated(image, *modulate_image[3:5], epsilon)
+    image += modulate_image[5] * feed_forward(p, "ff", z)
+    return text, image
+
+
+def single_block(
+    p: dict,
+    config: TransformerConfig,
+    x: jax.Array,
+    modulate: list[jax.Array],
+    rotation: tuple[np.ndarray, np.ndarray],
+) -> jax.Array:
+    """Text and image are one sequence; attention and feed-forward layer work side by side."""
+    shift, scale, gate = modulate
+    y = linear(p, "attn.to_qkv_mlp_proj", modulated(x, shift, scale, config.eps))
+    hidden = int(config.width * config.mlp_ratio)
+    ends = np.cumsum([config.width, config.width, config.width, hidden])
+    query, key, value, mlp_gate, mlp_value = jnp.split(y, ends, axis=-1)
+    query = rms_norm(p, "attn.norm_q", split_heads(query, config), config.eps)
+    key = rms_norm(p, "attn.norm_k", split_heads(key, config), config.eps)
+    value = split_heads(value, config)
+    seen = attention(rotate(query, rotation), rotate(key, rotation), value)
+    both = jnp.concatenate([seen, swiglu(mlp_gate, mlp_value)], axis=-1)
+    return x + gate * linear(p, "attn.to_out", both)
 
 
 def embed_time(p: dict, config: TransformerConfig, time: jax.Array) -> jax.Array:

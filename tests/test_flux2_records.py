@@ -42,7 +42,7 @@ def test_the_compiler_counts_about_the_same_operations(part):
     assert recorded["report"]["work"]["flops"] == pytest.approx(recorded["flops"], rel=0.05)
 
 
-@pytest.mark.parametrize("program", ["draw, v5e", "draw, v6e", "edit, v5e"])
+@pytest.mark.parametrize("program", ["draw, v5e", "draw, v6e", "edit, v5e", "Z-Image step, v5e"])
 def test_the_whole_program_fits_one_chip(program):
     report = RECORDS["programs"][f"{program}, one chip"]["report"]
     assert sum(report["memory"].values()) < report["chip"]["usable_hbm"]
