@@ -1,4 +1,4 @@
-"""What was recorded about programs on several chips, which chapters 9 and 16 show."""
+"""What was recorded about a step of Stable Diffusion XL on several chips; chapter 9 shows it."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ class Split:
 
     mesh: dict[str, int]  #: the axes of the mesh, and how many chips each has
     images: int  #: drawn at a time by all chips together
-    parameters: int  #: bytes on each chip
+    parameters: int  #: bytes of the UNet's on each chip
     report: Report
     exchanges: tuple[Exchange, ...]
 
@@ -62,21 +62,8 @@ class Split:
 @functools.cache
 def recorded_splits() -> dict[str, Split]:
     """The recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
-    return _read(json.loads(find_data("benchmarks/shardings.json").read_text(encoding="utf-8")))
-
-
-@functools.cache
-def recorded_flux2() -> tuple[dict[str, Split], dict]:
-    """Programs of FLUX.2-klein-4B by name, and what else ``benchmarks.record_flux2`` wrote.
-
-    These are ``flops``, of each part for one image, and what others ``published``.
-    """
-    content = json.loads(find_data("benchmarks/flux2.json").read_text(encoding="utf-8"))
-    return _read(content.pop("programs")), content
-
-
-def _read(content: dict) -> dict[str, Split]:
     found = {}
+    content = json.loads(find_data("benchmarks/shardings.json").read_text(encoding="utf-8"))
     for name, split in content.items():
         found[name] = Split(
             mesh=split["mesh"],
