@@ -90,6 +90,14 @@ PRINTED = {
         r"(2[4-9]|3\d|4\d) of 48 are right in every attribute$",
         *(rf"data from {name}: True$" for name in ("epsilon", "v", "velocity")),
     ],
+    "16_todays_model": [
+        r"packed again: True$",
+        r"largest difference of a velocity: 0\.0000\d+$",
+        r"largest difference from flux2\.generate: 0\.[0-4]\d* of 255$",
+        r"data by the partitioner: does not fit$",
+        r"by \d device\(s\): at most 0\.[0-4]\d* of 255 from the images of one$",
+        r"It fits: it takes 11\.\d+ GiB",  # Z-Image-Turbo, a step
+    ],
 }
 
 
