@@ -93,8 +93,6 @@ translations: .venv/installed  ## renew the Chinese edition, and list what to tr
 
 checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (a day on 2 cores; ARGS=--compile is faster; resumable)
 	@.venv-train/bin/python -m training $(ARGS)
-	@.venv-train/bin/python -m training.flow
-	@.venv-train/bin/python -m training.export
 
 LOCK := $(BIN)/python -m uv pip compile --quiet --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
 --custom-compile-command "make lock" $(ARGS)

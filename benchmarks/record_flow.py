@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.record_flow`` writes ``benchmarks/flow.json``: the score of the bundled
 checkpoint in several numbers of steps, at several scales of guidance and with several shifts, by
-the judge in ``shapes``; and the curve of its training, where the folder of the training is here.
+the judge in ``shapes``; shape by shape in the usual way; and the curve of its training, where the
+folder of the training is here.
 What is recorded of the checkpoint as it is, is left out. When nothing is left, the pictures and the
 tables of its card are made anew. All of it takes about ten minutes on 2 cores.
 """
@@ -31,7 +32,7 @@ from benchmarks.common import (
     write_json,
 )
 from helpers import image_grid
-from shapes import scenes
+from shapes import judge, scenes
 from training import flow
 from training.pictures import save
 
@@ -42,7 +43,7 @@ STEPS = (1, 2, 4, 8, 16, 32)
 GUIDANCE = (1.0, 2.0, 3.0, 6.0)
 SHIFTS = (0.5, 1.0, 2.0, 3.0, 4.0)
 USUAL = {"steps": 8, "guidance": 3.0, "shift": flow.CONFIG.shift}
-# What the UNet of shapes-sd took, by its card: 103 and 47 minutes of two threads.
+# What the UNet of shapes-sd took at most, by its card: 103 and 47 minutes of two threads.
 UNET_CPU_HOURS = 2 * (103 + 47) / 60
 TABLES = ("<!-- scores -->", "<!-- end of scores -->")
 
@@ -77,13 +78,33 @@ def recorded() -> dict:
 
 
 def record(setting: dict) -> None:
-    judge, params = load()
-    row = setting | judge(params, **setting)
+    judges, params = load()
+    row = setting | judges(params, **setting)
     print(row, flush=True)
     content = origin("jax", "jaxlib", "numpy", "scipy")
     content |= {"weights": hash_of_weights(), "pictures": flow.JUDGED}
     rows = recorded().get("rows", [])
     write_json(TARGET, recorded() | content | {"rows": [*rows, row]})
+
+
+def record_shapes() -> None:
+    """Count what is drawn right of each shape, and what is wrong with the other pictures."""
+    judges, params = load()
+    shapes = {name: {"asked": 0, "right": 0} for name in scenes.SHAPES}
+    wrong = {"pictures": 0, "refused": 0, "colors_right": 0}
+    images = judges.draw(params, USUAL["steps"], USUAL["guidance"])
+    for named, image in zip(judges.asked, images, strict=True):
+        seen = judge.read(image)
+        right = all(judge.right_attributes(named, seen).values())
+        shapes[named["shape"]]["asked"] += 1
+        shapes[named["shape"]]["right"] += right
+        if not right:
+            colors = judge.read_colors(image)  # it reads those of most pictures that it refuses
+            is_read = not isinstance(colors, judge.Refusal)
+            wrong["pictures"] += 1
+            wrong["refused"] += isinstance(seen, judge.Refusal)
+            wrong["colors_right"] += is_read and colors[:2] == (named["background"], named["color"])
+    write_json(TARGET, recorded() | {"shapes": shapes, "wrong": wrong})
 
 
 def record_training(log: Path) -> None:
@@ -109,7 +130,10 @@ def find_left(log: Path) -> dict[str, Callable[[], None]]:
     for setting in settings():
         if not any(setting.items() <= row.items() for row in rows):
             left[name_of(setting)] = functools.partial(record, setting)
-    if "training" not in recorded() and log.exists():
+    # The first setting writes whose record it is.
+    if rows and "shapes" not in recorded():
+        left["shapes"] = record_shapes
+    if rows and "training" not in recorded() and log.exists():
         left["training"] = functools.partial(record_training, log)
     return left
 
@@ -154,11 +178,36 @@ def tables(content: dict) -> str:
         row = row_of(content, edit=edit, **USUAL)
         values = [row[key] for key in ("right", *scenes.ATTRIBUTES, "refused")]
         lines.append(f"| {name} | " + " | ".join(map(str, values)) + " |")
+    shares = {name: count["right"] / count["asked"] for name, count in content["shapes"].items()}
+    best_first = sorted(shares, key=shares.get, reverse=True)
+    counts = [content["shapes"][name] for name in best_first]
+    wrong = content["wrong"]
+    lines += [
+        "",
+        "Shape by shape, drawn right:",
+        "",
+        "| " + " | ".join(best_first) + " |",
+        "|" + " --- |" * len(best_first),
+        "| " + " | ".join(f"{count['right']} of {count['asked']}" for count in counts) + " |",
+        "",
+        f"Of the {wrong['pictures']} wrong pictures the judge refuses {wrong['refused']}, and in "
+        f"{wrong['colors_right']} both colours are right.",
+    ]
     shifts = []
     for shift in SHIFTS:
         right = row_of(content, **USUAL | {"shift": shift, "edit": False})["right"]
         shifts.append(f"{right} with a shift of {shift:g}")
-    lines += ["", "And drawn right with other shifts of the times: " + ", ".join(shifts) + "."]
+    lines += ["", "Drawn right with other shifts of the times: " + ", ".join(shifts) + "."]
+    judged = content["training"]["judged"]
+    lines += [
+        "",
+        "While it was trained, before the parameters were rounded to bfloat16:",
+        "",
+        "| step | " + " | ".join(f"{row['step']:,}" for row in judged) + " |",
+        "| --- |" + " --- |" * len(judged),
+    ]
+    for name in ("drawn", "edited"):
+        lines.append(f"| {name} | " + " | ".join(str(row[name]) for row in judged) + " |")
     return "\n".join(lines)
 
 
@@ -171,14 +220,14 @@ def update_card(content: dict) -> None:
 
 
 def draw_pictures() -> None:
-    judge, params = load()
+    judges, params = load()
     shown = 16
-    captions = [scenes.caption(**named) for named in judge.asked[:shown]]
-    drawn = judge.draw(params, 8, 3.0)
+    captions = [scenes.caption(**named) for named in judges.asked[:shown]]
+    drawn = judges.draw(params, 8, 3.0)
     save(image_grid(drawn[:shown], captions=captions), CHECKPOINT / "samples.png")
-    edited = judge.draw(params, 8, 3.0, edit=True)
-    rows = np.concatenate([np.asarray(judge.before[:8]), edited[:8]])
-    captions = [""] * 8 + judge.changes[:8]
+    edited = judges.draw(params, 8, 3.0, edit=True)
+    rows = np.concatenate([np.asarray(judges.before[:8]), edited[:8]])
+    captions = [""] * 8 + judges.changes[:8]
     save(image_grid(rows, columns=8, captions=captions), CHECKPOINT / "edits.png")
 
 
@@ -193,7 +242,9 @@ def draw_curves(content: dict) -> None:
     hours = [row["cpu_hours"] for row in training["judged"]]
     for name in ("drawn", "edited"):
         axes[1].plot(hours, [row[name] for row in training["judged"]], "o-", label=name)
-    axes[1].plot(UNET_CPU_HOURS, unet_scores()[8], "s", color="C3", label="the UNet, drawn")
+    axes[1].plot(
+        UNET_CPU_HOURS, unet_scores()[8], "s", color="C3", label="the UNet, drawn (by the clock)"
+    )
     axes[1].set(xlabel="CPU-hours of training", ylabel=f"right, of {flow.JUDGED}", ylim=(0, 96))
     axes[1].legend()
     for ax in axes:
@@ -223,6 +274,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=flow.WORK, help="default: %(default)s")
     options = parser.parse_args()
     status = work_through(lambda: find_left(options.work / "log.jsonl"), options)
+    if options.list:
+        return status
     content = recorded()
     if not find_left(options.work / "log.jsonl") and "training" in content:
         draw_pictures()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import flux2
 import stable_diffusion
 from shapes import scenes
 from stable_diffusion.unet import project_text, unet
@@ -17,7 +18,17 @@ from stable_diffusion.vae import decode
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from training import autoencoder, convert, diffusion, evaluate, loop, sd, sdxl, tokenizer  # noqa: E402
+from training import (  # noqa: E402
+    autoencoder,
+    convert,
+    diffusion,
+    evaluate,
+    flow,
+    loop,
+    sd,
+    sdxl,
+    tokenizer,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -167,6 +178,16 @@ def test_a_shortened_run_writes_folders_that_load(shortened, name):
     shipped = ROOT / "checkpoints" / name
     for file in shipped.rglob("*.json"):
         assert (shortened / name / file.relative_to(shipped)).exists(), file
+
+
+def test_a_shortened_run_trains_the_small_flux2_too(shortened):
+    _, config, _ = flux2.load(shortened / "shapes-flux2", jnp.float32)
+    assert config == flow.CONFIG
+    shipped = ROOT / "checkpoints" / "shapes-flux2"
+    for file in (*shipped.rglob("*.json"), *shipped.rglob("*.safetensors")):
+        assert (shortened / "shapes-flux2" / file.relative_to(shipped)).exists(), file
+    log = (shortened.parent / "flux2" / "log.jsonl").read_text().splitlines()
+    assert json.loads(log[-1])["step"] == flow.Recipe().steps // 1000
 
 
 def test_a_checkpoint_is_scored_and_its_samples_are_drawn(shortened, tmp_path):

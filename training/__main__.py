@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from shapes import scenes
-from training import autoencoder, convert, diffusion, sd, sdxl, tokenizer
+from training import autoencoder, convert, diffusion, export, flow, sd, sdxl, tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED = 0
@@ -118,6 +118,8 @@ def main() -> None:
     draw_losses(runs, to / "shapes-sd" / "loss.png")
     draw_losses({"UNet": [xl_log]}, to / "shapes-sdxl" / "loss.png")
 
+    train_flow(work / flow.WORK.name, to / "shapes-flux2", arguments.shorten)
+
     psnr = autoencoder.reconstruction_psnr(vae, unseen_pictures(512))
     record = {
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {device.type}",
@@ -134,6 +136,26 @@ def main() -> None:
     }
     (work / "record.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"Wrote the checkpoints into {to}, and what the cards say of training into {work}.")
+
+
+def train_flow(work: Path, folder: Path, shorten: int) -> None:
+    """Train the small FLUX.2, and write it as ``python -m training.export`` does.
+
+    Its VAE is the one in ``checkpoints/shapes-sd``, where ``make checkpoints`` has just put it.
+    """
+    recipe = flow.Recipe()
+    recipe = replace(
+        recipe,
+        cycles=tuple(
+            (steps // shorten, peak, cooldown // shorten) for steps, peak, cooldown in recipe.cycles
+        ),
+        pool=recipe.pool // shorten,
+        pairs=recipe.pairs // shorten,
+    )
+    average = flow.train(work, recipe)
+    numbers = flow.prepare(work, recipe)
+    vae = flow.vae_parameters(numbers["mean"], numbers["variance"])
+    export.export(average | {"vae": vae}, folder)
 
 
 def unseen_pictures(count: int) -> np.ndarray:
