@@ -82,7 +82,8 @@ def check_checkpoints() -> Iterator[str]:
     for name in names:
         folder = Path(bundled_checkpoint(name).source)
         try:
-            size = sum(len(file.read_bytes()) for file in folder.rglob("*.msgpack"))
+            files = [*folder.rglob("*.msgpack"), *folder.rglob("*.safetensors")]
+            size = sum(len(file.read_bytes()) for file in files)
         except OSError as error:
             yield f"The bundled checkpoint {name} cannot be read ({error}): {REPAIR}"
         else:

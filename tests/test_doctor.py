@@ -66,7 +66,7 @@ def test_a_checkpoint_that_cannot_be_read_is_a_problem(monkeypatch):
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     first, *_ = doctor.check_checkpoints()
-    found = "The bundled checkpoint shapes-sd cannot be read (Input/output error): "
+    found = "The bundled checkpoint shapes-flux2 cannot be read (Input/output error): "
     assert first == found + doctor.REPAIR
 
 
