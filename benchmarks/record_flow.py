@@ -242,11 +242,10 @@ def draw_curves(content: dict) -> None:
     hours = [row["cpu_hours"] for row in training["judged"]]
     for name in ("drawn", "edited"):
         axes[1].plot(hours, [row[name] for row in training["judged"]], "o-", label=name)
-    axes[1].plot(
-        UNET_CPU_HOURS, unet_scores()[8], "s", color="C3", label="the UNet, drawn (by the clock)"
-    )
+    label = "the UNet, drawn (at most)"
+    axes[1].plot(UNET_CPU_HOURS, unet_scores()[8], "s", color="C3", label=label)
     axes[1].set(xlabel="CPU-hours of training", ylabel=f"right, of {flow.JUDGED}", ylim=(0, 96))
-    axes[1].legend()
+    axes[1].legend(loc="lower right", fontsize="small")
     for ax in axes:
         ax.grid(alpha=0.3)
     figure.savefig(CHECKPOINT / "loss.png", dpi=80)
