@@ -157,10 +157,11 @@ def velocity(
     tokens = rows * columns
     filling = fill_up(tokens) - tokens
 
-    # Which keys are seen: (batch, keys).
+    # Which keys are seen: (batch, 1, 1, keys).
     lengths = fill_up(mask.sum(axis=1))
-    seen_text = np.arange(text.shape[1]) < lengths[:, None]
-    seen_both = jnp.pad(seen_text, ((0, 0), (tokens + filling, 0)), constant_values=True)
+    seen_text = (np.arange(text.shape[1]) < lengths[:, None])[:, None, None]
+    before = ((0, 0), (0, 0), (0, 0), (tokens + filling, 0))
+    seen_both = jnp.pad(seen_text, before, constant_values=True)
 
     image_positions, text_positions = positions(lengths, text.shape[1], rows, columns)
     both_positions = jnp.concatenate([image_positions, text_positions], axis=1)
@@ -199,16 +200,12 @@ def run_blocks(
         return linear(p, name, x).reshape(*x.shape[:2], config.n_heads, -1)
 
     def block(p: dict, x: jax.Array) -> jax.Array:
-        scaled, gate, mlp_scale, mlp_gate = modulation(p, condition)
-        y = rms_norm(p, "attention_norm1", x, epsilon) * scaled
+        scale, gate, mlp_scale, mlp_gate = modulation(p, condition)
+        y = rms_norm(p, "attention_norm1", x, epsilon) * scale
         query = rms_norm(p, "attention.norm_q", heads(p, "attention.to_q", y), epsilon)
         key = rms_norm(p, "attention.norm_k", heads(p, "attention.to_k", y), epsilon)
         value = heads(p, "attention.to_v", y)
-        query, key = rotate(query, rotation), rotate(key, rotation)
-        scale = query.shape[-1] ** -0.5
-        if seen is not None:
-            query, key = hide_keys(query, key, seen)
-        y = attention(query, key, value, scale=scale)
+        y = attention(rotate(query, rotation), rotate(key, rotation), value, seen)
         y = linear(p, "attention.to_out.0", y)
         x += gate * rms_norm(p, "attention_norm2", y, epsilon)
 
@@ -219,18 +216,6 @@ def run_blocks(
 
     with jax.named_scope(name):
         return scan_blocks(block, p, name, x)
-
-
-def hide_keys(query: jax.Array, key: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys with a channel more, whose product takes what is not seen far below zero.
-
-    A mask would do the same. But with one, the TPU compiler does not fuse attention, and the scores
-    of all heads are in memory. ``seen`` is bool, (batch, keys).
-    """
-    one = jnp.ones_like(query[..., :1])
-    hidden = jnp.where(seen, 0, -1e30).astype(key.dtype)[:, :, None, None]
-    hidden = jnp.broadcast_to(hidden, (*key.shape[:-1], 1))
-    return jnp.concatenate([query, one], axis=-1), jnp.concatenate([key, hidden], axis=-1)
 
 
 def check_sizes(config: ZImageConfig, latents: jax.Array, text: jax.Array) -> None:
