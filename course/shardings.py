@@ -65,11 +65,16 @@ def recorded_splits() -> dict[str, Split]:
     found = {}
     content = json.loads(find_data("benchmarks/shardings.json").read_text(encoding="utf-8"))
     for name, split in content.items():
-        found[name] = Split(
-            mesh=split["mesh"],
-            images=split["images"],
-            parameters=split["parameters"],
-            report=read_report(split["report"]),
-            exchanges=tuple(Exchange(**exchange) for exchange in split["exchanges"]),
-        )
+        found[name] = read_split(split)
     return found
+
+
+def read_split(content: dict) -> Split:
+    """What a recorder has written about a program on several chips."""
+    return Split(
+        mesh=content["mesh"],
+        images=content["images"],
+        parameters=content["parameters"],
+        report=read_report(content["report"]),
+        exchanges=tuple(Exchange(**exchange) for exchange in content["exchanges"]),
+    )
