@@ -38,7 +38,6 @@ from training.pictures import save
 
 TARGET = FOLDER / "flow.json"
 CHECKPOINT = ROOT / "checkpoints" / "shapes-flux2"
-WEIGHTS = CHECKPOINT / "transformer" / "diffusion_pytorch_model.safetensors"
 STEPS = (1, 2, 4, 8, 16, 32)
 GUIDANCE = (1.0, 2.0, 3.0, 6.0)
 SHIFTS = (0.5, 1.0, 2.0, 3.0, 4.0)
@@ -61,7 +60,11 @@ def settings() -> list[dict]:
 
 
 def hash_of_weights() -> str:
-    return hashlib.sha256(WEIGHTS.read_bytes()).hexdigest()
+    """Of the files of all parts."""
+    found = hashlib.sha256()
+    for file in sorted(CHECKPOINT.rglob("*.safetensors")):
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 @functools.cache
@@ -223,9 +226,10 @@ def draw_pictures() -> None:
     judges, params = load()
     shown = 16
     captions = [scenes.caption(**named) for named in judges.asked[:shown]]
-    drawn = judges.draw(params, 8, 3.0)
+    usual = USUAL["steps"], USUAL["guidance"]
+    drawn = judges.draw(params, *usual)
     save(image_grid(drawn[:shown], captions=captions), CHECKPOINT / "samples.png")
-    edited = judges.draw(params, 8, 3.0, edit=True)
+    edited = judges.draw(params, *usual, edit=True)
     rows = np.concatenate([np.asarray(judges.before[:8]), edited[:8]])
     captions = [""] * 8 + judges.changes[:8]
     save(image_grid(rows, columns=8, captions=captions), CHECKPOINT / "edits.png")

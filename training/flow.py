@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import jax
@@ -177,7 +178,8 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
     encode = jax.jit(lambda images: flux2.encode_images(params, CONFIG, images / 255))
     tokens = []
     everything = [*pool, *first, *second]
-    with ProcessPoolExecutor() as processes:
+    # JAX has threads by now, so its process must not be forked.
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
         starts = range(0, len(everything), 500)
         for start in tqdm(starts, desc="scenes", unit_scale=500):
             some = everything[start : start + 500]
@@ -498,8 +500,7 @@ def train(folder: Path, recipe: Recipe) -> dict:
                 now, spent = time.monotonic(), time.process_time()
                 write(step=done, loss=mean, seconds=now - started, cpu_seconds=spent - cpu)
                 started, cpu = now, spent
-            if done % SAVE_EVERY == 0 or done == recipe.steps:
-                manager.save(done, args=ocp.args.StandardSave(state), force=True)
+            # It is judged before it is saved: after an interruption, it is judged again.
             if done % JUDGE_EVERY == 0 or done == recipe.steps:
                 drawn = judges(state["average"])
                 edits = judges(state["average"], edit=True)
@@ -508,6 +509,8 @@ def train(folder: Path, recipe: Recipe) -> dict:
                     f"step {done}: {drawn['right']} of {JUDGED} drawn, {edits['right']} edited"
                 )
                 started, cpu = time.monotonic(), time.process_time()
+            if done % SAVE_EVERY == 0 or done == recipe.steps:
+                manager.save(done, args=ocp.args.StandardSave(state), force=True)
     return state["average"]
 
 
