@@ -128,10 +128,7 @@ def draw_pictures(
 
 def count_right(images: np.ndarray) -> int:
     """In how many pictures the judge finds all that the caption names."""
-    right = 0
-    for asked, image in zip(scenes.held_out_captions(PICTURES), images, strict=True):
-        right += all(judge.right_attributes(asked, judge.read(image)).values())
-    return right
+    return judge.count_right(scenes.held_out_captions(PICTURES), images)
 
 
 def record(setting: dict) -> None:

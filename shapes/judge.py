@@ -244,6 +244,14 @@ def right_attributes(asked: dict[str, str | None], seen: scenes.Scene | Refusal)
     return right
 
 
+def count_right(asked: Iterable[dict[str, str | None]], pictures: Iterable[np.ndarray]) -> int:
+    """In how many pictures everything is right that their captions name."""
+    right = 0
+    for named, picture in zip(asked, pictures, strict=True):
+        right += all(right_attributes(named, read(picture)).values())
+    return right
+
+
 def share(values: Iterable[bool]) -> float:
     """The share of true values."""
     values = list(values)
