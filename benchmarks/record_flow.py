@@ -156,61 +156,85 @@ def unet_scores() -> dict[int, int]:
     return found
 
 
-def tables(content: dict) -> str:
-    """The scores of the card, in Markdown."""
-    lines = [
-        "| steps | " + " | ".join(f"guidance {guidance:g}" for guidance in GUIDANCE) + " |",
-        "| --- |" + " --- |" * len(GUIDANCE),
-    ]
+def table_row(*cells) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def table_head(*cells) -> list[str]:
+    return [table_row(*cells), "|" + " --- |" * len(cells)]
+
+
+def scores_by_steps(content: dict) -> list[str]:
+    lines = table_head("steps", *(f"guidance {guidance:g}" for guidance in GUIDANCE))
     for steps in STEPS:
         cells = []
         for guidance in GUIDANCE:
-            setting = {"steps": steps, "guidance": guidance, "shift": USUAL["shift"]}
+            setting = USUAL | {"steps": steps, "guidance": guidance}
             drawn = row_of(content, edit=False, **setting)["right"]
             edited = row_of(content, edit=True, **setting)["right"]
             cells.append(f"{drawn} / {edited}")
-        lines.append(f"| {steps} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        f"In {USUAL['steps']} steps at guidance {USUAL['guidance']:g}, attribute by attribute:",
-        "",
-        "| | all | size | colour | shape | background | refused |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+        lines.append(table_row(steps, *cells))
+    return lines
+
+
+def scores_by_attribute(content: dict) -> list[str]:
+    lines = table_head("", "all", "size", "colour", "shape", "background", "refused")
     for name, edit in (("drawn", False), ("edited", True)):
         row = row_of(content, edit=edit, **USUAL)
-        values = [row[key] for key in ("right", *scenes.ATTRIBUTES, "refused")]
-        lines.append(f"| {name} | " + " | ".join(map(str, values)) + " |")
+        lines.append(
+            table_row(name, *(row[key] for key in ("right", *scenes.ATTRIBUTES, "refused")))
+        )
+    return lines
+
+
+def scores_by_shape(content: dict) -> list[str]:
+    """The best shape first."""
     shares = {name: count["right"] / count["asked"] for name, count in content["shapes"].items()}
     best_first = sorted(shares, key=shares.get, reverse=True)
     counts = [content["shapes"][name] for name in best_first]
+    cells = [f"{count['right']} of {count['asked']}" for count in counts]
+    return [*table_head(*best_first), table_row(*cells)]
+
+
+def scores_by_shift(content: dict) -> str:
+    found = []
+    for shift in SHIFTS:
+        right = row_of(content, **USUAL | {"shift": shift, "edit": False})["right"]
+        found.append(f"{right} with a shift of {shift:g}")
+    return ", ".join(found)
+
+
+def scores_by_training(content: dict) -> list[str]:
+    judged = content["training"]["judged"]
+    lines = table_head("step", *(f"{row['step']:,}" for row in judged))
+    for name in ("drawn", "edited"):
+        lines.append(table_row(name, *(row[name] for row in judged)))
+    return lines
+
+
+def tables(content: dict) -> str:
+    """The scores of the card, in Markdown."""
     wrong = content["wrong"]
-    lines += [
+    lines = [
+        *scores_by_steps(content),
+        "",
+        f"In {USUAL['steps']} steps at guidance {USUAL['guidance']:g}, attribute by attribute:",
+        "",
+        *scores_by_attribute(content),
         "",
         "Shape by shape, drawn right:",
         "",
-        "| " + " | ".join(best_first) + " |",
-        "|" + " --- |" * len(best_first),
-        "| " + " | ".join(f"{count['right']} of {count['asked']}" for count in counts) + " |",
+        *scores_by_shape(content),
         "",
         f"Of the {wrong['pictures']} wrong pictures the judge refuses {wrong['refused']}, and in "
         f"{wrong['colors_right']} both colours are right.",
-    ]
-    shifts = []
-    for shift in SHIFTS:
-        right = row_of(content, **USUAL | {"shift": shift, "edit": False})["right"]
-        shifts.append(f"{right} with a shift of {shift:g}")
-    lines += ["", "Drawn right with other shifts of the times: " + ", ".join(shifts) + "."]
-    judged = content["training"]["judged"]
-    lines += [
+        "",
+        f"Drawn right with other shifts of the times: {scores_by_shift(content)}.",
         "",
         "While it was trained, before the parameters were rounded to bfloat16:",
         "",
-        "| step | " + " | ".join(f"{row['step']:,}" for row in judged) + " |",
-        "| --- |" + " --- |" * len(judged),
+        *scores_by_training(content),
     ]
-    for name in ("drawn", "edited"):
-        lines.append(f"| {name} | " + " | ".join(str(row[name]) for row in judged) + " |")
     return "\n".join(lines)
 
 
