@@ -2,10 +2,12 @@
 
 ``python -m benchmarks.record_flow`` writes ``benchmarks/flow.json``: the score of the bundled
 checkpoint in several numbers of steps, at several scales of guidance and with several shifts, by
-the judge in ``shapes``; shape by shape in the usual way; and the curve of its training, where the
-folder of the training is here.
+the judge in ``shapes``; and shape by shape in the usual way.
 What is recorded of the checkpoint as it is, is left out. When nothing is left, the pictures and the
 tables of its card are made anew. All of it takes about ten minutes on 2 cores.
+
+``--work FOLDER`` first adds what was judged while a model was trained in this folder, by
+``training.flow``, to ``benchmarks/flow_runs.json``.
 """
 
 import functools
@@ -13,9 +15,13 @@ import hashlib
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
@@ -24,6 +30,7 @@ import flux2
 from benchmarks.common import (
     FOLDER,
     ROOT,
+    machine,
     make_parser,
     name_of,
     origin,
@@ -31,12 +38,15 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
+from flux2.configs import TransformerConfig
+from flux2.tokenizer import Tokenizer
 from helpers import image_grid
 from shapes import judge, scenes
-from training import flow
+from training import flow, qwen
 from training.pictures import save
 
 TARGET = FOLDER / "flow.json"
+RUNS = FOLDER / "flow_runs.json"
 CHECKPOINT = ROOT / "checkpoints" / "shapes-flux2"
 STEPS = (1, 2, 4, 8, 16, 32)
 GUIDANCE = (1.0, 2.0, 3.0, 6.0)
@@ -44,6 +54,8 @@ SHIFTS = (0.5, 1.0, 2.0, 3.0, 4.0)
 USUAL = {"steps": 8, "guidance": 3.0, "shift": flow.CONFIG.shift}
 # What the UNet of shapes-sd took at most, by its card: 103 and 47 minutes of two threads.
 UNET_CPU_HOURS = 2 * (103 + 47) / 60
+LOSS_SCENES = 1_000
+LOSS_TIMES = [0.1, 0.3, 0.5, 0.7, 0.9]
 TABLES = ("<!-- scores -->", "<!-- end of scores -->")
 
 
@@ -110,24 +122,127 @@ def record_shapes() -> None:
     write_json(TARGET, recorded() | {"shapes": shapes, "wrong": wrong})
 
 
-def record_training(log: Path) -> None:
-    """Thin the log of the training: the loss of each 100 steps, and all that was judged."""
+def record_losses() -> None:
+    """The loss at several times, on scenes of the training and on as many new ones."""
+    judges, params = load()
+    encode = jax.jit(flux2.encode_images, static_argnums=1)
+    side = flow.PIXELS // flow.CONFIG.vae.pixels_per_token
+
+    @jax.jit
+    def loss_at(clean: jax.Array, text: jax.Array, t: jax.Array) -> jax.Array:
+        noise = jax.random.normal(jax.random.key(0), clean.shape)
+        predicted = flux2.velocity(
+            params["transformer"],
+            flow.CONFIG.transformer,
+            clean + t * (noise - clean),
+            text,
+            jnp.full(len(clean), t),
+            flux2.positions(side, side),
+            flux2.text_positions(text.shape[1]),
+        )
+        return jnp.square(predicted - (noise - clean)).mean()
+
+    losses = {}
+    seen = scenes.training_scenes(flow.Recipe().pool, flow.POOL_SEED)[:LOSS_SCENES]
+    new = scenes.training_scenes(LOSS_SCENES, seed=99)
+    for kind, some in (("training", seen), ("new", new)):
+        images = np.stack([scenes.render(scene) for scene in some])
+        clean = encode({"vae": judges.vae}, flow.CONFIG, np.float32(images) / 255)
+        captions = []
+        for scene in some:
+            named = {name: getattr(scene, name) for name in scenes.ATTRIBUTES}
+            captions.append(scenes.caption(**named))
+        text = flux2.encode_prompts(params, flow.CONFIG, *judges.tokenize(captions))
+        found = [float(loss_at(clean, text, jnp.float32(t))) for t in LOSS_TIMES]
+        losses[kind] = [round(loss, 4) for loss in found]
+    write_json(TARGET, recorded() | {"losses": losses})
+
+
+def add_run(folder: Path) -> None:
+    """Thin the log of a training: the loss of each 100 steps, and all that was judged.
+
+    What a step takes is known from the log if it was trained on a CPU, and is measured otherwise.
+    """
+    run = read_json(folder / "run.json", default=None)
+    if run is None:
+        raise SystemExit(f"{folder} holds no training: run python -m training.flow first.")
     losses, judged = [], []
     cpu_seconds = 0.0
-    for line in log.read_text().splitlines():
+    for line in (folder / "log.jsonl").read_text().splitlines():
         row = json.loads(line)
         cpu_seconds += row.get("cpu_seconds", 0)
-        hours = round(cpu_seconds / 3600, 3)
         if "drawn" in row:
             right = {"drawn": row["drawn"]["right"], "edited": row["edited"]["right"]}
-            judged.append({"step": row["step"], "cpu_hours": hours} | right)
+            judged.append({"step": row["step"]} | right)
         elif row["step"] % 100 == 0:
             losses.append({"step": row["step"], "loss": round(row["loss"], 4)})
-    training = {"cpu_hours": round(cpu_seconds / 3600, 2), "losses": losses, "judged": judged}
-    write_json(TARGET, recorded() | {"training": training})
+    steps = judged[-1]["step"]
+    run["steps"] = steps
+    if run["device"] == "cpu":
+        run["step_on_cpu"] = {"cpu_seconds": round(cpu_seconds / steps, 3)}
+    else:
+        run["step_on_cpu"] = measure_step(run)
+    run |= {"losses": losses, "judged": judged}
+    others = [
+        other for other in read_json(RUNS, default=[]) if name_of_run(other) != name_of_run(run)
+    ]
+    write_json(RUNS, [*others, run])
 
 
-def find_left(log: Path) -> dict[str, Callable[[], None]]:
+def measure_step(run: dict, steps: int = 10) -> dict:
+    """What a step of such a training takes on this machine's CPU: the medians of some steps.
+
+    The data is random, since time does not depend on it.
+    """
+    sizes = TransformerConfig(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in run["transformer"].items()}
+    )
+    recipe = replace(flow.Recipe(), batch=run["batch"], edits=run["batch"] // 8)
+    rng = np.random.default_rng(0)
+    count = 1_000
+    tokens = jnp.float16(rng.normal(size=(count, 16, sizes.in_channels)))
+    attributes = jnp.zeros((count, len(flow.OPTIONS)), jnp.int32)
+    ids, mask = Tokenizer(qwen.build(), qwen.MAX_LENGTH)(flow.all_captions())
+    data = {
+        "tokens": tokens,
+        "attributes": attributes,
+        "before": tokens,
+        "after": tokens,
+        "afterwards": attributes,
+        "changed": jnp.zeros(count, jnp.int32),
+        "ids": jnp.asarray(ids),
+        "mask": jnp.asarray(mask),
+    }
+    seconds, cpu_seconds = [], []
+    with mock.patch.object(flow, "CONFIG", replace(flow.CONFIG, transformer=sizes)):
+        optimizer = flow.make_optimizer(recipe)
+        step = flow.make_step(recipe, optimizer)
+        state = jax.jit(lambda: flow.initial_state(recipe, optimizer))()
+        for number in range(3 + steps):
+            started, cpu = time.perf_counter(), time.process_time()
+            state, loss = step(state, number, data)
+            loss.block_until_ready()
+            seconds.append(time.perf_counter() - started)
+            cpu_seconds.append(time.process_time() - cpu)
+    measured = {
+        "seconds": round(float(np.median(seconds[3:])), 3),
+        "cpu_seconds": round(float(np.median(cpu_seconds[3:])), 3),
+    }
+    return measured | machine()
+
+
+def name_of_run(run: dict) -> str:
+    sizes = run["transformer"]
+    blocks = f"{sizes['num_layers']} + {sizes['num_single_layers']} blocks"
+    channels = sizes["num_attention_heads"] * sizes["attention_head_dim"]
+    return f"{blocks}, {channels} channels, {run['batch']} examples"
+
+
+def cpu_hours(run: dict, step: int) -> float:
+    return step * run["step_on_cpu"]["cpu_seconds"] / 3600
+
+
+def find_left() -> dict[str, Callable[[], None]]:
     rows = recorded().get("rows", [])
     left = {}
     for setting in settings():
@@ -136,8 +251,8 @@ def find_left(log: Path) -> dict[str, Callable[[], None]]:
     # The first setting writes whose record it is.
     if rows and "shapes" not in recorded():
         left["shapes"] = record_shapes
-    if rows and "training" not in recorded() and log.exists():
-        left["training"] = functools.partial(record_training, log)
+    if rows and "losses" not in recorded():
+        left["losses"] = record_losses
     return left
 
 
@@ -204,11 +319,24 @@ def scores_by_shift(content: dict) -> str:
     return ", ".join(found)
 
 
-def scores_by_training(content: dict) -> list[str]:
-    judged = content["training"]["judged"]
-    lines = table_head("step", *(f"{row['step']:,}" for row in judged))
-    for name in ("drawn", "edited"):
-        lines.append(table_row(name, *(row[name] for row in judged)))
+def losses_by_time(content: dict) -> list[str]:
+    losses = content["losses"]
+    lines = table_head("time", *LOSS_TIMES)
+    for kind in ("training", "new"):
+        lines.append(table_row(f"{kind} scenes", *(f"{loss:.3f}" for loss in losses[kind])))
+    return lines
+
+
+def scores_by_run() -> list[str]:
+    """The last score of each training."""
+    lines = table_head("a model of", "a step", "steps", "CPU-hours", "drawn", "edited")
+    for run in read_json(RUNS, default=[]):
+        sizes, batch = name_of_run(run).rsplit(", ", 1)
+        last = run["judged"][-1]
+        hours = f"{cpu_hours(run, run['steps']):.1f}"
+        lines.append(
+            table_row(sizes, batch, f"{run['steps']:,}", hours, last["drawn"], last["edited"])
+        )
     return lines
 
 
@@ -231,9 +359,13 @@ def tables(content: dict) -> str:
         "",
         f"Drawn right with other shifts of the times: {scores_by_shift(content)}.",
         "",
-        "While it was trained, before the parameters were rounded to bfloat16:",
+        f"The loss on {LOSS_SCENES:,} scenes of the training and on as many new ones:",
         "",
-        *scores_by_training(content),
+        *losses_by_time(content),
+        "",
+        "Three models were trained, and the last is the bundled one:",
+        "",
+        *scores_by_run(),
     ]
     return "\n".join(lines)
 
@@ -259,25 +391,31 @@ def draw_pictures() -> None:
     save(image_grid(rows, columns=8, captions=captions), CHECKPOINT / "edits.png")
 
 
-def draw_curves(content: dict) -> None:
-    """Loss and scores: of the training, and against steps."""
-    training = content["training"]
-    figure = Figure(figsize=(8, 2.8), layout="tight")
-    axes = figure.subplots(1, 2)
-    steps = [row["step"] for row in training["losses"]]
-    axes[0].plot(steps, [row["loss"] for row in training["losses"]], linewidth=1)
-    axes[0].set(xlabel="step", ylabel="loss, mean of 50 steps", ylim=(None, 0.75))
-    hours = [row["cpu_hours"] for row in training["judged"]]
-    for name in ("drawn", "edited"):
-        axes[1].plot(hours, [row[name] for row in training["judged"]], "o-", label=name)
-    label = "the UNet, drawn (at most)"
-    axes[1].plot(UNET_CPU_HOURS, unet_scores()[8], "s", color="C3", label=label)
-    axes[1].set(xlabel="CPU-hours of training", ylabel=f"right, of {flow.JUDGED}", ylim=(0, 96))
+def draw_trainings() -> None:
+    """Loss and scores of all trainings, against the CPU-hours that such steps take."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for run in read_json(RUNS, default=[]):
+        name = name_of_run(run)
+        hours = [cpu_hours(run, row["step"]) for row in run["losses"]]
+        axes[0].plot(hours, [row["loss"] for row in run["losses"]], linewidth=1, label=name)
+        hours = [cpu_hours(run, row["step"]) for row in run["judged"]]
+        for ax, kind in zip(axes[1:], ("drawn", "edited"), strict=True):
+            ax.plot(hours, [row[kind] for row in run["judged"]], "o-", markersize=4)
+    axes[0].set(title="loss", ylim=(None, 0.75))
+    axes[1].plot(UNET_CPU_HOURS, unet_scores()[8], "s", color="C7", label="the UNet (at most)")
     axes[1].legend(loc="lower right", fontsize="small")
+    for ax, title in zip(axes[1:], ("drawn right", "edited right"), strict=True):
+        ax.set(title=f"{title}, of {flow.JUDGED}", ylim=(0, 100))
     for ax in axes:
+        ax.set_xlabel("CPU-hours")
         ax.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(CHECKPOINT / "loss.png", dpi=80)
 
+
+def draw_scores(content: dict) -> None:
+    """What is drawn and edited right against the number of steps."""
     figure = Figure(figsize=(8, 2.8), layout="tight")
     axes = figure.subplots(1, 2, sharey=True)
     for ax, edit in zip(axes, (False, True), strict=True):
@@ -285,7 +423,7 @@ def draw_curves(content: dict) -> None:
             kind = {"guidance": guidance, "edit": edit, "shift": USUAL["shift"]}
             right = [row_of(content, steps=steps, **kind)["right"] for steps in STEPS]
             ax.plot(STEPS, right, "o-", label=f"guidance {guidance:g}")
-        ax.set(title="edited" if edit else "drawn", xlabel="steps", xscale="log", ylim=(0, 96))
+        ax.set(title="edited" if edit else "drawn", xlabel="steps", xscale="log", ylim=(0, 100))
         ax.set_xticks(STEPS, STEPS)
         ax.set_xticks([], minor=True)
         ax.grid(alpha=0.3)
@@ -298,16 +436,16 @@ def draw_curves(content: dict) -> None:
 
 def main() -> int:
     parser = make_parser(__doc__)
-    parser.add_argument("--work", type=Path, default=flow.WORK, help="default: %(default)s")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="of a training, to add")
     options = parser.parse_args()
-    status = work_through(lambda: find_left(options.work / "log.jsonl"), options)
-    if options.list:
-        return status
-    content = recorded()
-    if not find_left(options.work / "log.jsonl") and "training" in content:
+    if options.work:
+        add_run(options.work)
+    status = work_through(find_left, options)
+    if not options.list and not find_left():
         draw_pictures()
-        draw_curves(content)
-        update_card(content)
+        draw_trainings()
+        draw_scores(recorded())
+        update_card(recorded())
     return status
 
 

@@ -13,9 +13,7 @@ from benchmarks import record_flow
 from shapes import judge, scenes
 from training import export, flow
 
-RECIPE = flow.Recipe(
-    cycles=((4, 1e-3, 2), (2, 1e-3, 1)), warmup=2, batch=8, edits=2, pool=64, pairs=16
-)
+RECIPE = flow.Recipe(steps=6, cooldown=3, peak=1e-3, warmup=2, batch=8, edits=2, pool=64, pairs=16)
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +85,11 @@ def test_what_is_exported_loads_as_it_was_trained(whole, tmp_path):
         np.testing.assert_array_equal(loaded["transformer"][name], rounded, name)
 
 
-def test_the_learning_rate_falls_to_zero_twice():
-    recipe = dataclasses.replace(RECIPE, cycles=((1000, 2.0, 400), (500, 1.0, 300)), warmup=100)
+def test_the_learning_rate_rises_and_falls_to_zero():
+    recipe = dataclasses.replace(RECIPE, steps=1000, cooldown=400, peak=2.0, warmup=100)
     rate = flow.learning_rate(recipe)
-    rates = [float(rate(step)) for step in (50, 100, 600, 800, 999, 1000, 1200, 1500)]
-    assert rates == pytest.approx([1, 2, 2, 1, 0, 1, 1, 0], abs=1e-3)
+    rates = [float(rate(step)) for step in (50, 100, 600, 800, 1000)]
+    assert rates == pytest.approx([1, 2, 2, 1, 0], abs=1e-3)
 
 
 def test_edits_change_one_attribute_and_nothing_else():
@@ -162,7 +160,7 @@ def test_the_bundled_checkpoint_draws_what_captions_say(bundled):
     )
     images = np.asarray(images)
     # Far below the score of the card, so that a broken model fails and chance does not.
-    assert judge.count_right(asked, images) / len(asked) >= 0.55
+    assert judge.count_right(asked, images) / len(asked) >= 0.8
     assert judge.count_right(asked[1:] + asked[:1], images) / len(asked) <= 0.15
 
 

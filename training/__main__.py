@@ -146,9 +146,8 @@ def train_flow(work: Path, folder: Path, shorten: int) -> None:
     recipe = flow.Recipe()
     recipe = replace(
         recipe,
-        cycles=tuple(
-            (steps // shorten, peak, cooldown // shorten) for steps, peak, cooldown in recipe.cycles
-        ),
+        steps=recipe.steps // shorten,
+        cooldown=recipe.cooldown // shorten,
         pool=recipe.pool // shorten,
         pairs=recipe.pairs // shorten,
     )

@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,6 +34,7 @@ from training import qwen
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "training" / "flux2"  # what is resumed from
 PIXELS = 64
+POOL_SEED = 1  # of the scenes to draw
 SAVE_EVERY = 250  # steps
 JUDGE_EVERY = 1000  # steps
 JUDGED = 96  # pictures
@@ -56,12 +57,12 @@ COUNTS = tuple(len(options) for options in OPTIONS.values())  # there are 4,000 
 CONFIG = flux2.Config(
     transformer=flux2.TransformerConfig(
         in_channels=16,
-        num_layers=1,
-        num_single_layers=4,
-        attention_head_dim=32,
+        num_layers=2,
+        num_single_layers=8,
+        attention_head_dim=24,
         num_attention_heads=6,
         joint_attention_dim=3 * 64,
-        axes_dims_rope=(8, 8, 8, 8),
+        axes_dims_rope=(6, 6, 6, 6),
         rope_theta=100.0,  # FLUX.2 has 2,000, for longer sequences
     ),
     text_encoder=flux2.TextConfig(
@@ -91,10 +92,11 @@ class Recipe:
 
     Attributes
     ----------
-    cycles : tuple of (int, float, int)
-        Steps of training, their learning rate, and the steps at the end of the cycle in which it
-        falls to zero. Then the next cycle begins. A run can be made longer as long as the
-        cool-down of its last cycle has not begun.
+    steps, cooldown : int
+        Steps of training, and those at the end in which the learning rate falls to zero. A run can
+        be made longer as long as its cool-down has not begun.
+    peak : float
+        The learning rate before the cool-down.
     batch, edits : int
         Examples of a step, and how many of them edit a scene.
     shift, spread : float
@@ -104,19 +106,17 @@ class Recipe:
         Scenes to draw, and to edit.
     """
 
-    cycles: tuple[tuple[int, float, int], ...] = ((7_000, 2e-3, 4_500), (4_400, 1.5e-3, 3_000))
+    steps: int = 11_500
+    cooldown: int = 7_475
+    peak: float = 2.5e-3
     warmup: int = 100
-    batch: int = 128
-    edits: int = 16
+    batch: int = 256
+    edits: int = 32
     shift: float = 1.35
     spread: float = 1.2
     pool: int = 60_000
     pairs: int = 16_000
     seed: int = 0
-
-    @property
-    def steps(self) -> int:
-        return sum(steps for steps, _, _ in self.cycles)
 
 
 def all_captions() -> list[str]:
@@ -168,7 +168,7 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
     if file.exists():
         with np.load(file) as saved:
             return dict(saved)
-    pool = scenes.training_scenes(recipe.pool, seed=1)
+    pool = scenes.training_scenes(recipe.pool, POOL_SEED)
     first = scenes.training_scenes(recipe.pairs, seed=2)
     rng = np.random.default_rng(3)
     second, changed = zip(*(edited(rng, scene) for scene in first), strict=True)
@@ -238,17 +238,11 @@ def initial_parameters(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
 
 
 def learning_rate(recipe: Recipe) -> optax.Schedule:
-    """The learning rate by the number of the step: it falls to zero at the end of each cycle."""
-    schedules, ends = [], []
-    start = 0
-    for steps, peak, cooldown in recipe.cycles:
-        schedules += [
-            optax.constant_schedule(peak),
-            optax.cosine_decay_schedule(peak, cooldown),
-        ]
-        ends += [start + steps - cooldown, start + steps]
-        start += steps
-    planned = optax.schedules.join_schedules(schedules, ends[:-1])
+    """The learning rate by the number of the step: it rises, stays, and falls to zero."""
+    held = recipe.steps - recipe.cooldown
+    constant = optax.constant_schedule(recipe.peak)
+    falling = optax.cosine_decay_schedule(recipe.peak, recipe.cooldown)
+    planned = optax.schedules.join_schedules([constant, falling], [held])
     return lambda count: planned(count) * jnp.minimum(1, count / recipe.warmup)
 
 
@@ -472,7 +466,7 @@ def train(folder: Path, recipe: Recipe) -> dict:
     data = {name: jnp.asarray(value) for name, value in numbers.items()}
     data["ids"], data["mask"] = map(jnp.asarray, judges.tokenize(all_captions()))
     optimizer = make_optimizer(recipe)
-    state = initial_state(recipe, optimizer)
+    state = jax.jit(lambda: initial_state(recipe, optimizer))()
     step = make_step(recipe, optimizer)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
     log = folder / "log.jsonl"
@@ -480,6 +474,10 @@ def train(folder: Path, recipe: Recipe) -> dict:
     def write(**row) -> None:
         with log.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    about = {"transformer": asdict(CONFIG.transformer), "batch": recipe.batch}
+    about["device"] = jax.devices()[0].device_kind
+    (folder / "run.json").write_text(json.dumps(about, indent=1) + "\n")
 
     with ocp.CheckpointManager((folder / "states").resolve(), options=options) as manager:
         first = manager.latest_step() or 0
@@ -491,10 +489,10 @@ def train(folder: Path, recipe: Recipe) -> dict:
         started, cpu = time.monotonic(), time.process_time()
         for number in bar:
             state, loss = step(state, number, data)
-            losses.append(float(loss))
+            losses.append(loss)
             done = number + 1
             if done % 50 == 0:
-                mean = float(np.mean(losses))
+                mean = float(np.mean(jax.device_get(losses)))
                 losses.clear()
                 bar.set_postfix(loss=f"{mean:.4f}")
                 now, spent = time.monotonic(), time.process_time()
