@@ -139,7 +139,7 @@ KINDS = [
     Kind(
         SINGLE,
         "sd3-flux",
-        "Stable Diffusion 3, Flux",
+        "Stable Diffusion 3, FLUX.1, FLUX.2",
         False,
         "other models; chapter 13 names programs for them",
         "this model is Stable Diffusion 1, 2 or XL",
@@ -188,7 +188,8 @@ KINDS = [
     Kind(
         FOLDER,
         "folder",
-        "diffusers' format with safetensors in float32, float16 or bfloat16, or Flax weights",
+        "Stable Diffusion 1, 2 or XL in diffusers' format with safetensors in float32, float16 or "
+        "bfloat16, or Flax weights",
         True,
         "`stable_diffusion.load`, `TUTORIAL_CHECKPOINT`, and all commands",
     ),
@@ -225,7 +226,8 @@ KINDS = [
         "flux2",
         "FLUX.2-klein in diffusers' format with safetensors, in one file or several",
         True,
-        "`flux2.load`, and in chapter 16 `TUTORIAL_CHECKPOINT`; `helpers.find_folder` for a Hub id",
+        "`flux2.load`, and in chapter 16 `TUTORIAL_CHECKPOINT`; `helpers.find_folder` for a Hub "
+        "id. It draws and edits in Python only: no command takes it, and no LoRA",
     ),
     Kind(
         FOLDER,
@@ -246,7 +248,7 @@ KINDS = [
     Kind(
         FOLDER,
         "other-pipeline",
-        "another pipeline, as Flux, LCM or ControlNet",
+        "another pipeline, as FLUX.1, FLUX.2-dev, LCM or ControlNet",
         False,
         "other models; chapter 13 names programs for them",
         "this model reads folders for",

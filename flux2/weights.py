@@ -17,6 +17,7 @@ from flux2.tokenizer import Tokenizer, read_tokenizer
 # Blocks that are equal but for their numbers. A file has each of them by its number, and the model
 # has them as one array, with "*" in place of the number.
 BLOCK = re.compile(r"((?:single_)?transformer_blocks|model\.layers)\.(\d+)\.")
+USABLE = ("F64", "F32", "F16", "BF16")  # dtypes by the names that files have for them
 
 
 def load(
@@ -114,6 +115,16 @@ def _read_one(
     if name not in files:
         raise ValueError(f"{folder} has no {name}, which its configuration means.")
     with safe_open(files[name], framework="numpy") as opened:
+        kind = opened.get_slice(name).get_dtype()
+        if kind.startswith("F8"):
+            raise ValueError(
+                f"{files[name]} holds numbers of 8 bits ({kind}, called fp8): get the file in "
+                "float16 or bfloat16."
+            )
+        if kind not in USABLE:
+            raise ValueError(
+                f"{files[name]} holds numbers as {kind}: get float32, float16 or bfloat16."
+            )
         value = to_channels_last(name, opened.get_tensor(name))
     if value.shape != shape:
         raise ValueError(

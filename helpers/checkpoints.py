@@ -58,8 +58,8 @@ class Checkpoint:
     source, revision : str, str or None
         The first argument of ``from_pretrained`` (a folder or a Hub id), and its ``revision``.
     dtype : dtype
-        What to compute in: for weights from the Hub, bfloat16 on accelerators and float32 on a CPU,
-        which has no fast bfloat16; for folders, bfloat16 if their name ends in ``-bf16``.
+        What to compute in: bfloat16 on accelerators, and float32 on a CPU, which has no fast
+        bfloat16; for a bundled checkpoint, bfloat16 if its name ends in ``-bf16``.
     height, width : int
         Image size in pixels.
     num_inference_steps, guidance_scale : int, float
@@ -84,7 +84,7 @@ class Checkpoint:
     @property
     def is_bundled(self) -> bool:
         """Whether these come with the course, and draw nothing but shapes."""
-        return Path(self.source).parent == find_data("checkpoints")
+        return _is_bundled(Path(self.source))
 
     @property
     def options(self) -> dict[str, None]:
@@ -95,6 +95,11 @@ class Checkpoint:
         if self.has_safety_checker:
             return {}
         return {"safety_checker": None, "feature_extractor": None}
+
+
+def _is_bundled(folder: Path) -> bool:
+    """Whether a folder is one of the course's own checkpoints."""
+    return folder.parent == find_data("checkpoints")
 
 
 @dataclass(frozen=True)
@@ -385,7 +390,9 @@ def _find(choice: str, model: str, safetensors: bool) -> Checkpoint:
 
 def _from_folder(folder: Path, name: str, prompts: tuple[str, ...]) -> Checkpoint:
     """Describe a folder in diffusers' format."""
-    dtype = jnp.bfloat16 if folder.name.endswith("-bf16") else jnp.float32
+    dtype = _suitable_dtype()
+    if _is_bundled(folder):
+        dtype = jnp.bfloat16 if folder.name.endswith("-bf16") else jnp.float32
     pixels, steps, guidance = _suitable_settings(
         index=folder / "model_index.json",
         vae=folder / "vae" / "config.json",
@@ -431,7 +438,7 @@ def _from_hub(hub_id: str, revision: str, model: str, safetensors: bool) -> Chec
         name=name,
         source=hub_id,
         revision=revision,
-        dtype=jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16,
+        dtype=_suitable_dtype(),
         height=pixels,
         width=pixels,
         num_inference_steps=steps,
@@ -439,6 +446,11 @@ def _from_hub(hub_id: str, revision: str, model: str, safetensors: bool) -> Chec
         prompts=_PHOTO_PROMPTS,
         has_safety_checker=_has_safety_checker(Path(index)),
     )
+
+
+def _suitable_dtype() -> jnp.dtype:
+    """What a real model computes in on this machine."""
+    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
 def _check_weights(name: str, files: Collection[str], model: str, safetensors: bool) -> str:

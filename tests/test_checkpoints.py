@@ -177,6 +177,20 @@ def test_a_folder_is_taken(choose):
     assert choose(folder, "sdxl").source == folder
 
 
+def test_a_readers_folder_is_for_bfloat16_unless_it_runs_on_a_cpu(
+    choose, accelerator, with_safetensors
+):
+    assert choose(with_safetensors, safetensors=True).dtype == jnp.float32
+    accelerator(memory=16)
+    assert choose(with_safetensors, safetensors=True).dtype == jnp.bfloat16
+
+
+def test_a_bundled_folder_by_its_path_is_in_its_own_dtype(choose, accelerator):
+    accelerator(memory=16)
+    folder = helpers.bundled_checkpoint("shapes-sdxl").source
+    assert choose(folder, "sdxl").dtype == jnp.float32
+
+
 def test_a_hub_id_is_taken_with_its_revision(choose, hub):
     chosen = choose(f"{SD}@other")
     assert (chosen.source, chosen.revision) == (SD, "other")

@@ -481,6 +481,14 @@ def damage(folder):
     file.write_bytes(content[: len(content) // 2])
 
 
+def change_dtype(dtype):
+    def change(folder):
+        file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+        save_file({name: value.astype(dtype) for name, value in load_file(file).items()}, file)
+
+    return change
+
+
 BAD_FOLDERS = {
     "no model_index.json": (
         remove("model_index.json"),
@@ -529,6 +537,16 @@ BAD_FOLDERS = {
         r"has \(40, 72\) for .*gate_proj.weight, and its configuration means \(40, 80\)\.",
     ),
     "a damaged file": (damage, ValueError, "is damaged: .* Download it again."),
+    "numbers of 8 bits": (
+        change_dtype(jnp.float8_e4m3fn),
+        ValueError,
+        r"safetensors holds numbers of 8 bits \(F8_E4M3, called fp8\): get the file in float16 or",
+    ),
+    "whole numbers": (
+        change_dtype(np.int8),
+        ValueError,
+        "holds numbers as I8: get float32, float16 or bfloat16.",
+    ),
 }
 
 
