@@ -99,7 +99,7 @@ class Checkpoint:
 
 def _is_bundled(folder: Path) -> bool:
     """Whether a folder is one of the course's own checkpoints."""
-    return folder.parent == find_data("checkpoints")
+    return folder.resolve().parent == find_data("checkpoints").resolve()
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,13 @@ def test_a_bundled_folder_by_its_path_is_in_its_own_dtype(choose, accelerator):
     assert choose(folder, "sdxl").dtype == jnp.float32
 
 
+def test_a_bundled_folder_may_be_given_from_where_one_stands(choose, accelerator, monkeypatch):
+    accelerator(memory=16)
+    monkeypatch.chdir(helpers.find_data("checkpoints"))
+    chosen = choose("./shapes-sdxl", "sdxl")
+    assert chosen.is_bundled and chosen.dtype == jnp.float32
+
+
 def test_a_hub_id_is_taken_with_its_revision(choose, hub):
     chosen = choose(f"{SD}@other")
     assert (chosen.source, chosen.revision) == (SD, "other")
