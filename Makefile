@@ -61,7 +61,7 @@ test: lint  ## lint, execute the chapters (without a network, where the system a
 	@rm -rf $(EXECUTED) && mkdir -p $(EXECUTED) && cp notebooks/[0-9]*.ipynb $(EXECUTED)
 	@$(WITHOUT_NETWORK) status=0; \
 	without_network $(NBMAKE) --numprocesses=2 $(EXECUTED) || status=$$?; \
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile || status=$$?; \
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --durations=20 || status=$$?; \
 	exit $$status
 
 test-site: .venv/installed  ## build the site, and look at it and at JupyterLab in a browser
