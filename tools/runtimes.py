@@ -60,7 +60,7 @@ RUNTIMES = [
         python="3.12",
         lock=ROOT / "locks" / "between.lock",
         devices=4,
-        chapters=range(8),
+        chapters=range(6),
     ),
     # Kaggle's image takes the newest jax on this Python.
     Runtime(name="newest", python="3.12", lock=LOCK, devices=3, chapters=range(8)),
