@@ -187,7 +187,7 @@ def generate(
     empty : tuple of jax.Array, optional
         ``ids`` and ``mask`` of the empty prompt, where there is guidance.
     images : jax.Array, optional
-        Images to edit, from 0 to 1: (batch, height, width, 3).
+        Images to edit, of the same height and width, from 0 to 1: (batch, height, width, 3).
     shift : float, optional
         As in ``denoise``.
 
@@ -199,8 +199,15 @@ def generate(
     Raises
     ------
     ValueError
-        If the size is not one of whole tokens, or there is guidance without an empty prompt.
+        If the size is not one of whole tokens or not that of the images to edit, or there is
+        guidance without an empty prompt.
     """
+    if images is not None and images.shape[1:3] != (height, width):
+        given = " x ".join(map(str, images.shape[1:3]))
+        raise ValueError(
+            f"Images to edit must have the height and width of the result, {height} x {width}, "
+            f"and these have {given}: resize or crop them."
+        )
     if guidance is not None and empty is None:
         raise ValueError("With guidance, give the empty prompt, too: empty=tokenize([''])")
     encoded_empty = None

@@ -13,11 +13,12 @@ import numpy as np
 
 
 def shift_by_size(tokens: int, steps: int) -> float:
-    """FLUX.2's shift: the more tokens an image has, the more of the steps are spent near noise.
+    """FLUX.2's shift, which moves the times towards noise, by the number of tokens and of steps.
 
     Neighbouring pixels say nearly the same, so a large image shows through the noise for longer
     than a small one. These are the lines of ``compute_empirical_mu`` in diffusers, and the number
-    is the exponential of what it gives.
+    is the exponential of what it gives. Above 4,300 tokens another line holds, whatever the steps:
+    there the shift of four steps falls from 10.1 to 3.3, and rises again.
 
     >>> round(shift_by_size(tokens=4096, steps=4), 2)
     9.89

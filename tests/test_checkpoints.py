@@ -35,8 +35,8 @@ KLEIN_SIZES = {
 def accelerator(monkeypatch):
     """A function that pretends that JAX runs on devices with so many GiB of memory."""
 
-    def accelerator(memory: float) -> None:
-        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    def accelerator(memory: float, platform: str = "tpu") -> None:
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
         monkeypatch.setattr(checkpoints, "_device_memory", lambda: int(memory * 2**30))
 
     return accelerator
@@ -128,18 +128,19 @@ def test_an_accelerator_with_the_memory_gets_flux2_klein(hub, accelerator, capsy
 
 
 @pytest.mark.parametrize(
-    ("model", "memory", "reason"),
+    ("model", "platform", "memory", "reason"),
     [
-        ("sd", 4, f"{SD} takes 6 GiB of memory, and each device has 4.0 GiB"),
-        ("sdxl", 8, f"{SDXL} takes 14 GiB of memory, and each device has 8.0 GiB"),
-        ("flux2", 12, f"{KLEIN} takes 15 GiB of memory, and each device has 12.0 GiB"),
-        ("sd", 0, f"{SD} takes 6 GiB of memory, and the devices do not tell theirs"),
+        ("sd", "tpu", 4, f"{SD} takes 6 GiB of memory, and each device has 4.0 GiB"),
+        ("sdxl", "gpu", 8, f"{SDXL} takes 14 GiB of memory, and each device has 8.0 GiB"),
+        ("flux2", "tpu", 12, f"{KLEIN} takes 15 GiB of memory, and each device has 12.0 GiB"),
+        ("flux2", "gpu", 18, f"{KLEIN} takes 26 GiB of memory, and each device has 18.0 GiB"),
+        ("sd", "tpu", 0, f"{SD} takes 6 GiB of memory, and the devices do not tell theirs"),
     ],
 )
 def test_an_accelerator_without_the_memory_gets_the_bundled_checkpoint(
-    hub, accelerator, capsys, model, memory, reason
+    hub, accelerator, capsys, model, platform, memory, reason
 ):
-    accelerator(memory)
+    accelerator(memory, platform)
     assert helpers.pick_checkpoint(model) == helpers.bundled_checkpoint(f"shapes-{model}")
     assert capsys.readouterr().out.startswith(f"{reason}: using the bundled checkpoint")
 

@@ -576,6 +576,10 @@ def test_a_shard_that_is_missing_is_named(shards, tmp_path):
         ({"width": 36}, "24 x 36 pixels cannot be divided"),
         ({"guidance": 4.0}, r"With guidance, give the empty prompt, too: empty=tokenize\(\[''\]\)"),
         ({"steps": 0}, "There are 0 steps: take 1 or more."),
+        (
+            {"images": np.zeros((2, 40, 24, 3), np.float32)},
+            "must have the height and width of the result, 24 x 40, and these have 40 x 24: resize",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused_in_a_sentence(model, prompts, options, sentence):
