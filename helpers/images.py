@@ -97,7 +97,8 @@ def image_grid(
     elif width > LARGEST and count > 1:
         width, height = LARGEST, round(height * LARGEST / width)
         resampling = Image.Resampling.LANCZOS
-    font = caption_font("".join(captions or []))
+    # A page shows a grid of more columns at a smaller scale, and its captions have to be read, too.
+    font = caption_font("".join(captions or []), round(FONT_SIZE * min(max(columns / 4, 1), 2)))
     line = sum(font.getmetrics())
     texts, room = [""] * count, 0  # room is the height of the highest caption
     if captions is not None:
@@ -122,13 +123,15 @@ def image_grid(
     return grid
 
 
-def caption_font(text: str) -> ImageFont.FreeTypeFont:
+def caption_font(text: str, size: int = FONT_SIZE) -> ImageFont.FreeTypeFont:
     """The font in which a text is drawn.
 
     Parameters
     ----------
     text : str
         All captions of a grid, which are drawn in one font.
+    size : int
+        In pixels.
 
     Returns
     -------
@@ -136,13 +139,13 @@ def caption_font(text: str) -> ImageFont.FreeTypeFont:
         Matplotlib's own, if it has all letters of the text; if not, the first font of this system
         that has them. If there is none, Matplotlib's, with a warning.
     """
-    font = ImageFont.truetype(FONT_FILE, FONT_SIZE)
+    font = ImageFont.truetype(FONT_FILE, size)
     missing = missing_letters(text, font)
     if not missing:
         return font
     for name, face in FONTS_WITH_CHINESE:
         try:
-            other = ImageFont.truetype(name, FONT_SIZE, index=face)
+            other = ImageFont.truetype(name, size, index=face)
         except OSError:
             continue  # this system does not have it
         if not missing_letters(text, other):

@@ -66,6 +66,15 @@ def test_captions_stand_above_their_images_and_are_not_cut_off():
     assert (above[:, -1] == 255).all()  # and none of it reaches the edge
 
 
+def test_captions_of_a_wide_grid_can_be_read_on_a_page():
+    heights = {}
+    for columns in (4, 8, 40):
+        pictures = np.zeros((columns, 64, 64, 3))
+        captioned = image_grid(pictures, columns=columns, captions=["a"] * columns)
+        heights[columns] = captioned.height - image_grid(pictures, columns=columns).height
+    assert heights[4] < heights[8] == heights[40]
+
+
 def test_a_caption_that_the_font_lacks_is_drawn_in_another_font_and_fits(monkeypatch):
     letters = "\N{MATHEMATICAL DOUBLE-STRUCK CAPITAL A}" * 30
     other = images.FONT_FILE.with_name("DejaVuSans.ttf")
