@@ -354,8 +354,9 @@ def tables(content: dict) -> str:
         "",
         *scores_by_shape(content),
         "",
-        f"Of the {wrong['pictures']} wrong pictures the judge refuses {wrong['refused']}, and in "
-        f"{wrong['colors_right']} both colours are right.",
+        "A picture that the judge refuses counts as wrong in every attribute. Of the "
+        f"{wrong['pictures']} wrong pictures it refuses {wrong['refused']}. Read by themselves, "
+        f"both colours are right in {wrong['colors_right']}.",
         "",
         f"Drawn right with other shifts of the times: {scores_by_shift(content)}.",
         "",
