@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.record_flow`` writes ``benchmarks/flow.json``: the score of the bundled
 checkpoint in several numbers of steps, at several scales of guidance and with several shifts, by
-the judge in ``shapes``; and shape by shape in the usual way.
-What is recorded of the checkpoint as it is, is left out. When nothing is left, the pictures and the
-tables of its card are made anew. All of it takes about ten minutes on 2 cores.
+the judge in ``shapes``; shape by shape in the usual way; its loss at several times; and the score
+of the UNet of ``shapes-sd`` beside it. What is recorded of the checkpoint as it is, is left out.
+When nothing is left, the pictures and the tables of its card are made anew. All of it takes about
+ten minutes on 2 cores.
 
 ``--work FOLDER`` first adds what was judged while a model was trained in this folder, by
 ``training.flow``, to ``benchmarks/flow_runs.json``.
@@ -27,6 +28,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import flux2
+from benchmarks import record_steps
 from benchmarks.common import (
     FOLDER,
     ROOT,
@@ -51,6 +53,8 @@ CHECKPOINT = ROOT / "checkpoints" / "shapes-flux2"
 STEPS = (1, 2, 4, 8, 16, 32)
 GUIDANCE = (1.0, 2.0, 3.0, 6.0)
 SHIFTS = (0.5, 1.0, 2.0, 3.0, 4.0)
+UNET_STEPS = (1, 2, 4, 8, 16)
+UNET_GUIDANCE = (1.0, 2.0, 3.0)
 USUAL = {"steps": 8, "guidance": 3.0, "shift": flow.CONFIG.shift}
 # What the UNet of shapes-sd took at most, by its card: 103 and 47 minutes of two threads.
 UNET_CPU_HOURS = 2 * (103 + 47) / 60
@@ -122,6 +126,19 @@ def record_shapes() -> None:
     write_json(TARGET, recorded() | {"shapes": shapes, "wrong": wrong})
 
 
+def record_unet() -> None:
+    """How many of the same captions the UNet of ``shapes-sd`` draws right, by DDIM."""
+    rows = []
+    for steps, guidance in itertools.product(UNET_STEPS, UNET_GUIDANCE):
+        model = record_steps.load("shapes-sd")
+        images = record_steps.draw_pictures(*model, "ddim", steps, guidance=guidance)
+        rows.append(
+            {"steps": steps, "guidance": guidance, "right": record_steps.count_right(images)}
+        )
+        print("UNet", rows[-1], flush=True)
+    write_json(TARGET, recorded() | {"unet": rows})
+
+
 def record_losses() -> None:
     """The loss at several times, on scenes of the training and on as many new ones."""
     judges, params = load()
@@ -168,8 +185,10 @@ def add_run(folder: Path) -> None:
         raise SystemExit(f"{folder} holds no training: run python -m training.flow first.")
     losses, judged = [], []
     cpu_seconds = 0.0
-    for line in (folder / "log.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    # After an interruption some steps are taken, and written, once more.
+    rows = {(row["step"], "drawn" in row): row for row in map(json.loads, lines)}
+    for row in rows.values():
         cpu_seconds += row.get("cpu_seconds", 0)
         if "drawn" in row:
             right = {"drawn": row["drawn"]["right"], "edited": row["edited"]["right"]}
@@ -183,9 +202,9 @@ def add_run(folder: Path) -> None:
     else:
         run["step_on_cpu"] = measure_step(run)
     run |= {"losses": losses, "judged": judged}
-    others = [
-        other for other in read_json(RUNS, default=[]) if name_of_run(other) != name_of_run(run)
-    ]
+    same = name_of_run(run), run["steps"]
+    runs = read_json(RUNS, default=[])
+    others = [other for other in runs if (name_of_run(other), other["steps"]) != same]
     write_json(RUNS, [*others, run])
 
 
@@ -251,6 +270,8 @@ def find_left() -> dict[str, Callable[[], None]]:
     # The first setting writes whose record it is.
     if rows and "shapes" not in recorded():
         left["shapes"] = record_shapes
+    if rows and "unet" not in recorded():
+        left["UNet"] = record_unet
     if rows and "losses" not in recorded():
         left["losses"] = record_losses
     return left
@@ -259,16 +280,6 @@ def find_left() -> dict[str, Callable[[], None]]:
 def row_of(content: dict, **setting) -> dict:
     (row,) = (row for row in content["rows"] if setting.items() <= row.items())
     return row
-
-
-def unet_scores() -> dict[int, int]:
-    """How many captions the UNet of ``shapes-sd`` draws right, by its number of DDIM's steps."""
-    found = {}
-    for row in read_json(FOLDER / "steps.json", default=None)["rows"]:
-        kind = (row["checkpoint"], row["sampler"], row["unguided"])
-        if kind == ("shapes-sd", "ddim", 0):
-            found[row["steps"]] = row["right"]
-    return found
 
 
 def table_row(*cells) -> str:
@@ -290,6 +301,20 @@ def scores_by_steps(content: dict) -> list[str]:
             cells.append(f"{drawn} / {edited}")
         lines.append(table_row(steps, *cells))
     return lines
+
+
+def scores_of_unet(content: dict) -> list[str]:
+    lines = table_head("steps", *(f"guidance {guidance:g}" for guidance in UNET_GUIDANCE))
+    for steps in UNET_STEPS:
+        cells = [unet_score(content, steps, guidance) for guidance in UNET_GUIDANCE]
+        lines.append(table_row(steps, *cells))
+    return lines
+
+
+def unet_score(content: dict, steps: int, guidance: float) -> int:
+    setting = {"steps": steps, "guidance": guidance}
+    (row,) = (row for row in content["unet"] if setting.items() <= row.items())
+    return row["right"]
 
 
 def scores_by_attribute(content: dict) -> list[str]:
@@ -346,6 +371,10 @@ def tables(content: dict) -> str:
     lines = [
         *scores_by_steps(content),
         "",
+        "The UNet of shapes-sd, from the same captions, by DDIM:",
+        "",
+        *scores_of_unet(content),
+        "",
         f"In {USUAL['steps']} steps at guidance {USUAL['guidance']:g}, attribute by attribute:",
         "",
         *scores_by_attribute(content),
@@ -364,7 +393,7 @@ def tables(content: dict) -> str:
         "",
         *losses_by_time(content),
         "",
-        "Three models were trained, and the last is the bundled one:",
+        "The models that were trained, the bundled one last:",
         "",
         *scores_by_run(),
     ]
@@ -404,7 +433,8 @@ def draw_trainings() -> None:
         for ax, kind in zip(axes[1:], ("drawn", "edited"), strict=True):
             ax.plot(hours, [row[kind] for row in run["judged"]], "o-", markersize=4)
     axes[0].set(title="loss", ylim=(None, 0.75))
-    axes[1].plot(UNET_CPU_HOURS, unet_scores()[8], "s", color="C7", label="the UNet (at most)")
+    unet = unet_score(recorded(), USUAL["steps"], USUAL["guidance"])
+    axes[1].plot(UNET_CPU_HOURS, unet, "s", color="C7", label="the UNet (at most)")
     axes[1].legend(loc="lower right", fontsize="small")
     for ax, title in zip(axes[1:], ("drawn right", "edited right"), strict=True):
         ax.set(title=f"{title}, of {flow.JUDGED}", ylim=(0, 100))
@@ -428,8 +458,10 @@ def draw_scores(content: dict) -> None:
         ax.set_xticks(STEPS, STEPS)
         ax.set_xticks([], minor=True)
         ax.grid(alpha=0.3)
-    unet = {steps: right for steps, right in unet_scores().items() if steps <= max(STEPS)}
-    axes[0].plot(unet.keys(), unet.values(), "s--", color="C7", label="the UNet, by DDIM")
+    for number, guidance in enumerate(UNET_GUIDANCE):
+        right = [unet_score(content, steps, guidance) for steps in UNET_STEPS]
+        axes[0].plot(UNET_STEPS, right, "s--", color=f"C{number}", markersize=4)
+    axes[0].plot([], [], "s--", color="C7", markersize=4, label="the UNet")
     axes[0].set_ylabel(f"right, of {flow.JUDGED}")
     axes[0].legend(loc="lower right", fontsize="small")
     figure.savefig(CHECKPOINT / "scores.png", dpi=80)

@@ -104,7 +104,13 @@ def drawing() -> Callable:
 
 
 def draw_pictures(
-    params: dict, config: Config, tokenize: Tokenizer, sampler: str, steps: int, unguided: int = 0
+    params: dict,
+    config: Config,
+    tokenize: Tokenizer,
+    sampler: str,
+    steps: int,
+    unguided: int = 0,
+    guidance: float = GUIDANCE,
 ) -> np.ndarray:
     """All pictures, float32 from 0 to 1, (pictures, height, width, 3)."""
     below = find_threshold(config.schedule, sampler, steps, unguided)
@@ -118,7 +124,7 @@ def draw_pictures(
             jax.vmap(jax.random.key)(jnp.arange(start, start + BATCH)),
             tokenize([""]),
             steps,
-            GUIDANCE,
+            guidance,
             sampler=sampler,
             unguided_below=below,
         )

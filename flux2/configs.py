@@ -76,11 +76,21 @@ class Config:
     text_encoder: TextConfig = TextConfig()
     vae: VAEConfig = VAEConfig()
     shift: float | None = None  # of the sampler's times; None: by the number of tokens
-    is_distilled: bool = True  # then it draws in four steps, without guidance
+    is_distilled: bool = True  # then draw in four steps, without guidance; nothing checks it
 
 
-# What this code computes, whatever the configuration says: it has to say the same.
+# What this code computes. A configuration that says otherwise is refused.
 _EXPECTED = {
+    "scheduler": {
+        "_class_name": ("FlowMatchEulerDiscreteScheduler",),
+        "time_shift_type": ("exponential",),
+        "shift_terminal": (None,),
+        "invert_sigmas": (False,),
+        "stochastic_sampling": (False,),
+        "use_beta_sigmas": (False,),
+        "use_exponential_sigmas": (False,),
+        "use_karras_sigmas": (False,),
+    },
     "transformer": {"_class_name": ("Flux2Transformer2DModel",), "guidance_embeds": (False,)},
     "text_encoder": {
         "model_type": ("qwen3",),
@@ -88,6 +98,7 @@ _EXPECTED = {
         "attention_bias": (False,),
         "use_sliding_window": (False,),
         "rope_scaling": (None,),
+        "rope_type": ("default",),
     },
     "vae": {
         "_class_name": ("AutoencoderKLFlux2",),
@@ -116,7 +127,7 @@ def read_config(folder: str | Path) -> Config:
             f"{folder} is made for {index.get('_class_name')}, and this code reads "
             "Flux2KleinPipeline, such as black-forest-labs/FLUX.2-klein-4B."
         )
-    scheduler = _read_json(folder / "scheduler" / "scheduler_config.json")
+    scheduler = _read_checked(folder / "scheduler" / "scheduler_config.json", "scheduler")
     return Config(
         transformer=_read_part(folder, "transformer", TransformerConfig),
         text_encoder=_read_part(folder, "text_encoder", TextConfig),
@@ -127,16 +138,22 @@ def read_config(folder: str | Path) -> Config:
 
 
 def _read_part(folder: Path, part: str, kind: type) -> Any:
-    file = folder / part / "config.json"
+    """The configuration of a part. Where it lacks a name, FLUX.2-klein-4B's value holds."""
+    found = _read_checked(folder / part / "config.json", part)
+    values = {field.name: found[field.name] for field in fields(kind) if field.name in found}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def _read_checked(file: Path, part: str) -> dict:
     found = _read_json(file)
+    # Newer versions of transformers write settings of rotary positions in here.
+    found = (found.get("rope_parameters") or {}) | found
     for name, expected in _EXPECTED[part].items():
         if name in found and found[name] not in expected:
             raise ValueError(
                 f"{file} says {name}: {found[name]!r}, and this code computes {expected[0]!r} only."
             )
-    # Where a name is missing, the default holds, as it does in diffusers.
-    values = {field.name: found[field.name] for field in fields(kind) if field.name in found}
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    return found
 
 
 def _read_json(file: Path) -> dict:

@@ -40,17 +40,22 @@ def stack_parameters(
     return stacked
 
 
-def scan_blocks(
-    block: Callable[[dict, jax.Array], jax.Array], p: dict, name: str, x: jax.Array
-) -> jax.Array:
+def stacked(p: dict, name: str) -> dict[str, jax.Array]:
+    """The parameters of equal blocks by their names in one, each with an axis for the blocks."""
+    prefix = f"{name}.*."
+    return {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
+
+
+Arrays = jax.Array | tuple[jax.Array, ...]
+
+
+def scan_blocks(block: Callable[[dict, Arrays], Arrays], p: dict, name: str, x: Arrays) -> Arrays:
     """Apply equal blocks one after another, by ``jax.lax.scan``, which compiles one of them.
 
-    ``block`` takes the parameters of one block by their names in it, and an input, which may be a
-    tree of arrays.
+    ``block`` takes the parameters of one block by their names in it, and an input: an array, or a
+    tuple of arrays.
     """
-    prefix = f"{name}.*."
-    stacked = {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
-    x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked)
+    x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked(p, name))
     return x
 
 
@@ -140,6 +145,11 @@ def hide_keys(query: jax.Array, key: jax.Array, mask: jax.Array) -> tuple[jax.Ar
         (batch, heads, tokens, channels).
     mask : jax.Array
         Which keys are seen: bool, (batch or 1, 1, 1, keys).
+
+    Returns
+    -------
+    query, key : jax.Array
+        (batch, heads, tokens, channels + 1).
     """
     one = jnp.ones_like(query[..., :1])
     hidden = jnp.where(mask, 0, -1e30).astype(key.dtype).swapaxes(2, 3)

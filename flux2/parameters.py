@@ -22,7 +22,8 @@ from flux2.vae import vae_parameters
 # Each device has all parameters, and draws images of its own (data parallelism).
 DATA_PARALLEL = {}
 # Each device has some heads of all attentions, and some channels of all feed-forward layers
-# (tensor parallelism): Shoeybi et al., 2019.
+# (tensor parallelism: Shoeybi et al., 2019). The fused matrices of single-stream blocks are an
+# exception: they are cut into equal pieces, also amid a head, and the compiler adds exchanges.
 TENSOR_PARALLEL = {"heads": "model", "mlp": "model", "heads_and_mlp": "model"}
 
 
@@ -62,14 +63,21 @@ def shardings(
     Raises
     ------
     ValueError
-        If a rule names an axis that the mesh does not have, or devices do not divide an axis.
+        If a rule is for a name that no parameter has, or names an axis that the mesh does not have,
+        or devices do not divide an axis. Whether each device gets whole heads is not checked.
     """
+    declared = model_parameters(config)
+    known = {axis for part in declared.values() for each in part.values() for axis in each.axes}
+    for name in rules:
+        if name not in known:
+            names = ", ".join(sorted(known - {None}))
+            raise ValueError(f"No parameter has an axis {name!r}: choose one of {names}.")
     for axis in rules.values():
         if axis not in mesh.shape:
             names = ", ".join(mesh.axis_names)
             raise ValueError(f"The mesh has no axis {axis!r}: choose one of {names}.")
     found = {}
-    for part, parameters in model_parameters(config).items():
+    for part, parameters in declared.items():
         found[part] = {}
         for name, parameter in parameters.items():
             spec = [rules.get(axis) for axis in parameter.axes]

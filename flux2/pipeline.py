@@ -43,7 +43,10 @@ def encode_prompts(params: dict, config: Config, ids: jax.Array, mask: jax.Array
 
 
 def encode_images(params: dict, config: Config, images: jax.Array) -> jax.Array:
-    """Tokens of images from 0 to 1, (batch, height, width, 3): (batch, tokens, channels)."""
+    """Tokens of images from 0 to 1, float, (batch, height, width, 3): (batch, tokens, channels).
+
+    Whole numbers are refused by a ``ValueError``.
+    """
     return vae.encode(params["vae"], config.vae, images)
 
 
@@ -102,8 +105,8 @@ def denoise(
     empty : jax.Array, optional
         The empty prompt, encoded, where there is guidance: (1 or batch, tokens, channels).
     reference : jax.Array, optional
-        Images to be edited, encoded, of the same height and width: (batch, tokens, channels). If
-        their number of tokens is a multiple, there are several for each image.
+        Images to be edited, encoded, of the same height and width: (1 or batch, tokens, channels).
+        If their number of tokens is a multiple, there are several for each image.
     shift : float, optional
         Of the sampler's times. If it is not given, the configuration decides.
 
@@ -111,11 +114,32 @@ def denoise(
     -------
     jax.Array
         (batch, tokens, channels), float32.
+
+    Raises
+    ------
+    ValueError
+        If the size is not one of whole tokens, noise, prompts and reference images do not go
+        together, or there is guidance without an empty prompt.
     """
     rows, columns = size_in_tokens(config, height, width)
     tokens = rows * columns
+    batch = len(prompt)
+    if noise.shape != (batch, tokens, config.transformer.in_channels):
+        raise ValueError(
+            f"{batch} prompts and {height} x {width} pixels need noise of the shape "
+            f"{(batch, tokens, config.transformer.in_channels)}, and this has {noise.shape}: "
+            "make it with random_tokens."
+        )
+    if guidance is not None and empty is None:
+        raise ValueError("With guidance, give the empty prompt, too: empty=tokenize([''])")
     places = [positions(rows, columns)]
     if reference is not None:
+        if len(reference) not in (1, batch) or reference.shape[1] % tokens:
+            raise ValueError(
+                f"Reference images have the shape {reference.shape}: there must be one for all "
+                f"{batch} prompts or one for each, and {tokens} tokens of each image."
+            )
+        reference = jnp.broadcast_to(reference, (batch, *reference.shape[1:]))
         for number in range(reference.shape[1] // tokens):
             places.append(positions(rows, columns, reference=number + 1))
     image_positions = np.concatenate(places)
@@ -127,8 +151,8 @@ def denoise(
     def run(x: jax.Array, prompt: jax.Array, time: jax.Array) -> jax.Array:
         image = x
         if reference is not None:
-            repeated = jnp.tile(reference, (len(x) // len(reference), 1, 1))
-            image = jnp.concatenate([x, repeated.astype(x.dtype)], axis=1)
+            references = jnp.tile(reference, (len(x) // batch, 1, 1))  # twice with guidance
+            image = jnp.concatenate([x, references.astype(x.dtype)], axis=1)
         moved = transformer.velocity(
             params["transformer"],
             config.transformer,
@@ -187,7 +211,8 @@ def generate(
     empty : tuple of jax.Array, optional
         ``ids`` and ``mask`` of the empty prompt, where there is guidance.
     images : jax.Array, optional
-        Images to edit, of the same height and width, from 0 to 1: (batch, height, width, 3).
+        Images to edit, of the same height and width, from 0 to 1: (1 or batch, height, width, 3).
+        One is edited by every prompt; otherwise each prompt edits its own.
     shift : float, optional
         As in ``denoise``.
 
@@ -199,8 +224,9 @@ def generate(
     Raises
     ------
     ValueError
-        If the size is not one of whole tokens or not that of the images to edit, or there is
-        guidance without an empty prompt.
+        If the size is not one of whole tokens or not that of the images to edit, if the numbers of
+        prompts, noise and images do not go together, if images are whole numbers, if there is
+        guidance without an empty prompt, or no step.
     """
     if images is not None and images.shape[1:3] != (height, width):
         given = " x ".join(map(str, images.shape[1:3]))
@@ -208,10 +234,13 @@ def generate(
             f"Images to edit must have the height and width of the result, {height} x {width}, "
             f"and these have {given}: resize or crop them."
         )
-    if guidance is not None and empty is None:
-        raise ValueError("With guidance, give the empty prompt, too: empty=tokenize([''])")
+    if images is not None and len(images) not in (1, len(ids)):
+        raise ValueError(
+            f"There are {len(images)} images to edit and {len(ids)} prompts: give one image for "
+            "all prompts, or one for each."
+        )
     encoded_empty = None
-    if guidance is not None:
+    if guidance is not None and empty is not None:
         encoded_empty = encode_prompts(params, config, *empty)
     reference = None
     if images is not None:

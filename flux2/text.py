@@ -15,6 +15,7 @@ from flux2.layers import (
     linear_parameters,
     rms_norm,
     stack_parameters,
+    stacked,
     swiglu,
     within,
 )
@@ -87,10 +88,9 @@ def encode_text(p: dict, config: TextConfig, ids: jax.Array, mask: jax.Array) ->
         x += linear(p, "mlp.down_proj", hidden)
         return x, x
 
-    prefix = f"{LAYERS}.*."
-    stacked = {k.removeprefix(prefix): v for k, v in p.items() if k.startswith(prefix)}
     with jax.named_scope("text_encoder"):
-        _, outputs = jax.lax.scan(layer, p[EMBEDDINGS][ids], stacked)  # (layers, batch, ...)
+        # The outputs of all layers: (layers, batch, tokens, channels).
+        _, outputs = jax.lax.scan(layer, p[EMBEDDINGS][ids], stacked(p, LAYERS))
         read = [outputs[number - 1] for number in config.read_layers]
         return jnp.concatenate(read, axis=-1)
 

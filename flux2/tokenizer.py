@@ -11,7 +11,7 @@ import tokenizers
 # What Qwen3's chat template makes of one message to which it shall answer without thinking.
 TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PADDING = "<|endoftext|>"
-MOST_TOKENS = 512  # of a prompt, with the template around it
+MAX_LENGTH = 512  # of a prompt, with the template around it
 
 
 @dataclass(frozen=True)
@@ -19,25 +19,32 @@ class Tokenizer:
     """Turns prompts into token ids. To use it, call it with a list of prompts."""
 
     splitter: tokenizers.Tokenizer
-    room: int = MOST_TOKENS  # how many tokens the text encoder reads
+    max_length: int = MAX_LENGTH  # how many tokens the text encoder reads
 
     def __call__(self, prompts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """Token ids, int32, and which of them are no padding, bool: each (prompts, tokens).
 
         If a prompt is too long, there is a warning, and its end is left out.
+
+        Raises
+        ------
+        TypeError
+            If there is one string in place of a list.
         """
+        if isinstance(prompts, str):
+            raise TypeError(f"Give a list of prompts: [{prompts!r}]")
         padding = self.splitter.token_to_id(PADDING)
-        ids = np.full((len(prompts), self.room), padding, np.int32)
+        ids = np.full((len(prompts), self.max_length), padding, np.int32)
         mask = np.zeros(ids.shape, bool)
         for row, prompt in enumerate(prompts):
             found = self.splitter.encode(TEMPLATE.format(prompt=prompt)).ids
-            if len(found) > self.room:
+            if len(found) > self.max_length:
                 warnings.warn(
                     f"A prompt has {len(found)} tokens with the template around it, and "
-                    f"{self.room} are read: its end is left out.",
+                    f"{self.max_length} are read: its end is left out.",
                     stacklevel=2,
                 )
-                found = found[: self.room]
+                found = found[: self.max_length]
             ids[row, : len(found)] = found
             mask[row, : len(found)] = True
         return ids, mask
@@ -56,5 +63,5 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
         if not file.is_file():
             raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
     settings = json.loads(files[1].read_text(encoding="utf-8"))
-    room = min(MOST_TOKENS, int(settings.get("model_max_length", MOST_TOKENS)))
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(files[0])), room)
+    max_length = min(MAX_LENGTH, int(settings.get("model_max_length", MAX_LENGTH)))
+    return Tokenizer(tokenizers.Tokenizer.from_file(str(files[0])), max_length)

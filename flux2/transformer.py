@@ -49,7 +49,8 @@ def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
         double |= within(f"{name}.linear_out", linear_parameters(hidden, width, ("mlp", "embed")))
 
     # One matrix for queries, keys, values and both halves of the feed-forward layer, and one that
-    # takes the results of both. Split over devices, each part of it has to be split by itself.
+    # takes the results of both. Split over devices, it would be better cut by its parts: as one,
+    # it is cut wherever the pieces end, which costs exchanges.
     single = within(
         "attn.to_qkv_mlp_proj",
         linear_parameters(width, 3 * width + 2 * hidden, ("embed", "heads_and_mlp")),
@@ -203,7 +204,7 @@ def single_block(
 
 
 def embed_time(p: dict, config: TransformerConfig, time: jax.Array) -> jax.Array:
-    """Waves of many frequencies at a time, and two layers: (batch, width)."""
+    """Sinusoidal embedding of the time, and an MLP of two layers: (batch, width)."""
     half = config.timestep_guidance_channels // 2
     frequencies = 10_000.0 ** -(np.arange(half) / half)
     angles = 1000 * time.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
@@ -213,12 +214,13 @@ def embed_time(p: dict, config: TransformerConfig, time: jax.Array) -> jax.Array
 
 
 def modulation(p: dict, name: str, condition: jax.Array) -> list[jax.Array]:
-    """Shift, scale and gate, once or twice: each (batch, 1, width)."""
+    """adaLN: shift, scale and gate for one layer of a block or for two, each (batch, 1, width)."""
     values = linear(p, f"{name}.linear", condition)[:, None]
     return jnp.split(values, values.shape[-1] // condition.shape[-1], axis=-1)
 
 
 def modulated(x: jax.Array, shift: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """adaLN: a layer norm whose scale and shift come from the time."""
     return layer_norm(x, epsilon) * (1 + scale) + shift
 
 

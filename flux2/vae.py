@@ -83,9 +83,18 @@ def _middle_parameters(channels: int) -> dict[str, Parameter]:
 def encode(p: dict, config: VAEConfig, images: jax.Array) -> jax.Array:
     """diffusers' ``AutoencoderKLFlux2.encode`` and what its pipelines do then: images to tokens.
 
-    Images are from 0 to 1, (batch, height, width, 3). The tokens are (batch, tokens, channels),
-    float32, row by row.
+    Images are from 0 to 1, float, (batch, height, width, 3). The tokens are (batch, tokens,
+    channels), float32, row by row.
+
+    Raises
+    ------
+    ValueError
+        If images are whole numbers.
     """
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise ValueError(
+            f"Images are numbers from 0 to 1, and these are {images.dtype}: divide them by 255."
+        )
     groups = config.norm_num_groups
     levels = len(config.block_out_channels)
     with jax.named_scope("encoder"):

@@ -1,7 +1,6 @@
 """Reading a model from a folder in diffusers' format, with safetensors."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from flux2.configs import Config, read_config
-from flux2.parameters import parameter_shapes
+from flux2.parameters import model_parameters, parameter_shapes
+from flux2.text import LAYERS
 from flux2.tokenizer import Tokenizer, read_tokenizer
 
-# Blocks that are equal but for their numbers. A file has each of them by its number, and the model
-# has them as one array, with "*" in place of the number.
-BLOCK = re.compile(r"((?:single_)?transformer_blocks|model\.layers)\.(\d+)\.")
 USABLE = ("F64", "F32", "F16", "BF16")  # dtypes by the names that files have for them
 
 
@@ -60,6 +57,7 @@ def load(
     params = {}
     for part, shapes in parameter_shapes(config, dtype).items():
         files = find_parameters(folder / part)
+        _refuse_more(folder / part, files, part, config)
         params[part] = {}
         for name, shape in shapes.items():
             value = _read(folder / part, files, name, shape)
@@ -75,7 +73,7 @@ def find_parameters(folder: Path) -> dict[str, Path]:
     Raises
     ------
     FileNotFoundError, ValueError
-        If there is no safetensors file, or one is missing or damaged.
+        If there is no safetensors file, one is missing or damaged, or two have the same parameter.
     """
     files = sorted(folder.glob("*.safetensors"))
     index = next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
@@ -90,10 +88,38 @@ def find_parameters(folder: Path) -> dict[str, Path]:
             raise FileNotFoundError(f"{file} is missing: download it.")
         try:
             with safe_open(file, framework="numpy") as opened:
-                found |= dict.fromkeys(opened.keys(), file)
+                names = opened.keys()
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged: {error}. Download it again.") from None
+        for name in names:
+            if name in found:
+                raise ValueError(f"{found[name]} and {file} both have {name}: remove one of them.")
+            found[name] = file
     return found
+
+
+def _refuse_more(folder: Path, files: dict[str, Path], part: str, config: Config) -> None:
+    """Raise a ValueError if files have a parameter that belongs to a larger model.
+
+    The last layers of the text encoder are not read, and neither are its norm and its head.
+    """
+    declared = model_parameters(config)[part]
+    depths = {}  # of stacks of blocks, by what comes before a block's number
+    for name, parameter in declared.items():
+        if "*" in name:
+            depths[name.partition("*")[0]] = parameter.shape[0]
+    if part == "text_encoder":
+        depths[f"{LAYERS}."] = config.text_encoder.num_hidden_layers
+    for name in files:
+        before = next((each for each in depths if name.startswith(each)), None)
+        if before is None:
+            continue
+        number = int(name.removeprefix(before).partition(".")[0])
+        if number >= depths[before]:
+            raise ValueError(
+                f"{folder} has {name}, and its configuration means {depths[before]} such blocks: "
+                "download the whole folder again."
+            )
 
 
 def _read(
@@ -141,43 +167,29 @@ def to_channels_last(name: str, value: np.ndarray) -> np.ndarray:
     """
     if value.ndim == 4:
         return value.transpose(2, 3, 1, 0)
-    if value.ndim == 2 and "embed_tokens" not in name:
-        return value.T
-    return value
+    return _transpose_matrix(name, value)
+
+
+def to_channels_first(name: str, value: np.ndarray) -> np.ndarray:
+    """The reverse: a parameter with its axes in PyTorch's order."""
+    if value.ndim == 4:
+        return value.transpose(3, 2, 0, 1)
+    return _transpose_matrix(name, value)
+
+
+def _transpose_matrix(name: str, value: np.ndarray) -> np.ndarray:
+    return value.T if value.ndim == 2 and "embed_tokens" not in name else value
 
 
 def to_files(params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The reverse for one part: each block by itself, with names and axes as files have them."""
-    found = {}
+    """A part's parameters as files have them: each block by itself, and PyTorch's order of axes."""
+    blocks = {}
     for name, value in params.items():
         value = np.asarray(value)
-        names = [name.replace("*", str(k)) for k in range(len(value))] if "*" in name else [name]
-        for one, each in zip(names, value if "*" in name else [value], strict=True):
-            if each.ndim == 4:
-                each = each.transpose(3, 2, 0, 1)
-            elif each.ndim == 2 and "embed_tokens" not in one:
-                each = each.T
-            found[one] = np.ascontiguousarray(each)
-    return found
-
-
-def stack_blocks(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """A part's parameters as the model has them, of those that files or PyTorch have.
-
-    >>> blocks = {f"model.layers.{k}.norm.weight": np.zeros(2) for k in range(2)}
-    >>> {name: value.shape for name, value in stack_blocks(blocks).items()}
-    {'model.layers.*.norm.weight': (2, 2)}
-    """
-    blocks = {}
-    for name, value in values.items():
-        match = BLOCK.match(name)
-        number = int(match.group(2)) if match else None
-        model_name = BLOCK.sub(r"\1.*.", name)
-        blocks.setdefault(model_name, {})[number] = to_channels_last(name, value)
-    found = {}
-    for name, by_number in blocks.items():
-        if None in by_number:
-            found[name] = by_number[None]
+        if "*" in name:
+            blocks |= {name.replace("*", str(number)): one for number, one in enumerate(value)}
         else:
-            found[name] = np.stack([by_number[k] for k in range(len(by_number))])
-    return found
+            blocks[name] = value
+    return {
+        name: np.ascontiguousarray(to_channels_first(name, value)) for name, value in blocks.items()
+    }

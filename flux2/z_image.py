@@ -6,7 +6,8 @@ small matrix of its own for it, which scales and gates, and does not shift. The 
 are not told the time.
 
 Model, names and numbers are those of Tongyi-MAI/Z-Image-Turbo on the Hub, whose text encoder is
-Qwen3-4B, and whose VAE is an ``AutoencoderKL`` of 16 channels.
+Qwen3-4B, and whose VAE is an ``AutoencoderKL`` of 16 channels. Only the transformer is here:
+``flux2.text`` reads other layers of Qwen3, and such a VAE is in ``stable_diffusion``.
 """
 
 from dataclasses import dataclass

@@ -55,7 +55,14 @@ class Tokenizer:
 
         If a prompt has more tokens than the text encoders read, there is a warning, and its end is
         left out.
+
+        Raises
+        ------
+        TypeError
+            If there is one string in place of a list.
         """
+        if isinstance(prompts, str):
+            raise TypeError(f"Give a list of prompts: [{prompts!r}]")
         room = self.encoders[0].room
         most = room - 2  # without start and end
         rows = np.empty((len(prompts), len(self.encoders), room), np.int32)

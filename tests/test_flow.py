@@ -11,6 +11,7 @@ import pytest
 import flux2
 from benchmarks import record_flow
 from shapes import judge, scenes
+from tests.makers.files import edit_json
 from training import export, flow
 
 RECIPE = flow.Recipe(steps=6, cooldown=3, peak=1e-3, warmup=2, batch=8, edits=2, pool=64, pairs=16)
@@ -65,6 +66,60 @@ def test_a_run_that_was_cut_off_takes_the_same_steps(whole, tmp_path, monkeypatc
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_a_folder_with_another_training_is_refused(whole, tmp_path):
+    folder, _ = whole
+    (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes())
+    flow.note_training(tmp_path, RECIPE)
+    with pytest.raises(SystemExit, match="holds a training with another batch: remove the folder"):
+        flow.note_training(tmp_path, dataclasses.replace(RECIPE, batch=16))
+    edit_json(tmp_path / "run.json", lambda about: about | {"vae": "of another VAE"})
+    with pytest.raises(SystemExit, match="holds a training with another vae"):
+        flow.note_training(tmp_path, RECIPE)
+
+
+@pytest.fixture(scope="module")
+def batch(whole):
+    """A function that makes the batch of a key, from the data of the run."""
+    folder, _ = whole
+    data = {name: jnp.asarray(value) for name, value in flow.prepare(folder, RECIPE).items()}
+    tokenize = flow.Tokenizer(flow.qwen.build(), flow.qwen.MAX_LENGTH)
+    data["ids"], data["mask"] = map(jnp.asarray, tokenize(flow.all_captions()))
+    return lambda seed: flow.random_batch(jax.random.key(seed), data, RECIPE)
+
+
+def test_the_loss_is_that_of_the_velocity_from_data_to_noise(batch, monkeypatch):
+    found = batch(0)
+    target = found["noise"] - found["clean"]
+    params = flow.initial_parameters(jax.random.key(0))
+    # The last layer starts from zero, and so does the velocity.
+    untrained = flow.loss_fn(params, found, RECIPE)
+    assert float(untrained) == pytest.approx(float(jnp.square(target).mean()), rel=1e-6)
+
+    seen = []
+
+    def right(p, config, image, text, time, image_positions, text_positions):
+        rows = slice(6, 8) if seen else slice(0, 6)  # first what is drawn, then the edits
+        seen.append((image, time))
+        more = image.shape[1] - target.shape[1]
+        return jnp.pad(target[rows], ((0, 0), (0, more), (0, 0)))
+
+    monkeypatch.setattr(flux2, "velocity", right)
+    assert float(flow.loss_fn(params, found, RECIPE)) == 0
+    (drawn, times), (edits, edit_times) = seen
+    expected = (1 - times[:, None, None]) * found["clean"][:6]
+    expected += times[:, None, None] * found["noise"][:6]
+    np.testing.assert_allclose(drawn, expected, atol=1e-5)
+    np.testing.assert_array_equal(edits[:, 16:], found["reference"])
+    np.testing.assert_array_equal(jnp.concatenate([times, edit_times]), found["times"])
+
+
+def test_edits_get_all_times(batch):
+    times = np.concatenate([batch(seed)["times"][-RECIPE.edits :] for seed in range(20)])
+    assert times.min() < 0.3
+    assert times.max() > 0.8
+    assert 0.4 < np.median(times) < 0.75
+
+
 def test_the_log_has_what_was_judged(whole):
     folder, _ = whole
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -99,6 +154,9 @@ def test_edits_change_one_attribute_and_nothing_else():
         differs = [name for name in flow.OPTIONS if getattr(scene, name) != getattr(changed, name)]
         assert differs == [list(flow.OPTIONS)[which]]
         assert (changed.color, changed.shape, changed.background) not in scenes.held_out()
+        (name,) = differs
+        if name != "size":  # which may move the shape away from the edge
+            assert dataclasses.replace(scene, **{name: getattr(changed, name)}) == changed
 
 
 def test_captions_are_numbered_as_they_are_listed():
@@ -115,6 +173,10 @@ def test_captions_are_numbered_as_they_are_listed():
 
 
 def test_times_are_spread_over_all_of_the_distribution():
+    recipe = dataclasses.replace(RECIPE, shift=1.0, spread=1.2)
+    times = flow.random_times(jax.random.key(0), 1000, recipe)
+    shares = jax.scipy.stats.norm.cdf(jax.scipy.special.logit(times) / 1.2)
+    np.testing.assert_array_equal(jnp.floor(1000 * shares), np.arange(1000))
     times = flow.random_times(jax.random.key(0), 1000, dataclasses.replace(RECIPE, shift=1.0))
     assert float(jnp.median(times)) == pytest.approx(0.5, abs=0.01)
     shifted = flow.random_times(jax.random.key(0), 1000, dataclasses.replace(RECIPE, shift=3.0))

@@ -9,6 +9,7 @@ random numbers. ``python -m training.export`` then writes the checkpoint.
 """
 
 import argparse
+import hashlib
 import json
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -97,6 +98,8 @@ class Recipe:
         be made longer as long as its cool-down has not begun.
     peak : float
         The learning rate before the cool-down.
+    warmup : int
+        Steps in which it rises to that, at the beginning.
     batch, edits : int
         Examples of a step, and how many of them edit a scene.
     shift, spread : float
@@ -104,6 +107,8 @@ class Recipe:
         shifted towards the noise as the sampler's times are.
     pool, pairs : int
         Scenes to draw, and to edit.
+    seed : int
+        Of the first parameters, and of what is drawn for each step.
     """
 
     steps: int = 11_500
@@ -136,7 +141,11 @@ def attribute_indices(scene: scenes.Scene) -> list[int]:
 
 
 def edited(rng: np.random.Generator, scene: scenes.Scene) -> tuple[scenes.Scene, int]:
-    """The same scene but for one attribute, and which one: no held-out combination."""
+    """The same scene but for one attribute, and which one: no held-out combination.
+
+    So a scene of a held-out combination gets another colour, shape or background, and no other
+    size, as that would leave the combination as it is.
+    """
     names = list(OPTIONS)
     while True:
         which = int(rng.integers(len(names)))
@@ -165,6 +174,7 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
         ``changed`` (pairs,); ``mean`` and ``variance`` (16,) for the VAE's batch norm.
     """
     file = folder / f"data-{recipe.pool}-{recipe.pairs}.npz"
+    partial_file = file.with_suffix(".part.npz")
     if file.exists():
         with np.load(file) as saved:
             return dict(saved)
@@ -199,7 +209,8 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
         "mean": mean,
         "variance": variance,
     }
-    np.savez(file, **data)
+    np.savez(partial_file, **data)
+    partial_file.replace(file)  # so that an interruption leaves no file that is cut off
     return data
 
 
@@ -306,7 +317,7 @@ def caption_number(attributes: jax.Array, named: jax.Array) -> jax.Array:
 
 def random_batch(key: jax.Array, data: dict[str, jax.Array], recipe: Recipe) -> dict:
     """Scenes to draw, and behind them scenes to edit, with captions, times and noise."""
-    keys = jax.random.split(key, 6)
+    keys = jax.random.split(key, 7)
     draws = recipe.batch - recipe.edits
     rows = jax.random.randint(keys[0], (draws,), 0, len(data["tokens"]))
     pairs = jax.random.randint(keys[1], (recipe.edits,), 0, len(data["after"]))
@@ -317,8 +328,9 @@ def random_batch(key: jax.Array, data: dict[str, jax.Array], recipe: Recipe) -> 
     edit_captions = caption_number(data["afterwards"][pairs], which & is_named)
     captions = jnp.concatenate([captions, edit_captions])
     clean = jnp.concatenate([data["tokens"][rows], data["after"][pairs]]).astype(jnp.float32)
-    # The edits are at the end of the batch; in another order their times would all be large.
-    order = jax.random.permutation(keys[5], recipe.batch)
+    # Times come in rising order, and the edits are at the end of the batch: without shuffling,
+    # their times would all be large.
+    order = jax.random.permutation(keys[6], recipe.batch)
     return {
         "clean": clean,
         "noise": jax.random.normal(keys[4], clean.shape),
@@ -385,7 +397,7 @@ class Judge:
     """Draws captions of held-out combinations, edits scenes into them, and counts what is right.
 
     Picture ``k`` starts from the noise of ``jax.random.key(k)``. A scene to edit differs from what
-    the caption asks for in one attribute.
+    the caption asks for in its colour, shape or background: see ``edited``.
     """
 
     def __init__(self, vae: dict[str, jax.Array], count: int):
@@ -458,9 +470,38 @@ class Judge:
         return found
 
 
+def note_training(folder: Path, recipe: Recipe) -> None:
+    """Write down in the folder of what model and VAE the training is, for those who resume it.
+
+    Raises
+    ------
+    SystemExit
+        If the folder holds the training of another model, or with another VAE.
+    """
+    vae = ROOT / "checkpoints" / "shapes-sd" / "vae" / "diffusion_flax_model.msgpack"
+    about = {
+        "transformer": asdict(CONFIG.transformer),
+        "batch": recipe.batch,
+        "vae": hashlib.sha256(vae.read_bytes()).hexdigest(),
+    }
+    about = json.loads(json.dumps(about))  # with lists for tuples, as it is read
+    file = folder / "run.json"
+    if file.exists():
+        earlier = json.loads(file.read_text())
+        others = [name for name, value in about.items() if earlier.get(name) != value]
+        if others:
+            raise SystemExit(
+                f"{folder} holds a training with another {' and '.join(others)}: "
+                "remove the folder, or name another one by --work."
+            )
+    about["device"] = jax.devices()[0].device_kind
+    file.write_text(json.dumps(about, indent=1) + "\n")
+
+
 def train(folder: Path, recipe: Recipe) -> dict:
     """Train, and return the averaged parameters. The folder holds the state to resume from."""
     folder.mkdir(parents=True, exist_ok=True)
+    note_training(folder, recipe)
     numbers = prepare(folder, recipe)
     judges = Judge(vae_parameters(numbers["mean"], numbers["variance"]), JUDGED)
     data = {name: jnp.asarray(value) for name, value in numbers.items()}
@@ -474,10 +515,6 @@ def train(folder: Path, recipe: Recipe) -> dict:
     def write(**row) -> None:
         with log.open("a") as file:
             file.write(json.dumps(row) + "\n")
-
-    about = {"transformer": asdict(CONFIG.transformer), "batch": recipe.batch}
-    about["device"] = jax.devices()[0].device_kind
-    (folder / "run.json").write_text(json.dumps(about, indent=1) + "\n")
 
     with ocp.CheckpointManager((folder / "states").resolve(), options=options) as manager:
         first = manager.latest_step() or 0
