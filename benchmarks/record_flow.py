@@ -202,9 +202,9 @@ def add_run(folder: Path) -> None:
     else:
         run["step_on_cpu"] = measure_step(run)
     run |= {"losses": losses, "judged": judged}
-    same = name_of_run(run), run["steps"]
-    runs = read_json(RUNS, default=[])
-    others = [other for other in runs if (name_of_run(other), other["steps"]) != same]
+    others = [
+        other for other in read_json(RUNS, default=[]) if name_of_run(other) != name_of_run(run)
+    ]
     write_json(RUNS, [*others, run])
 
 
@@ -368,6 +368,8 @@ def scores_by_run() -> list[str]:
 def tables(content: dict) -> str:
     """The scores of the card, in Markdown."""
     wrong = content["wrong"]
+    sizes = flux2.read_config(CHECKPOINT).transformer
+    bundled = f"{sizes.num_layers} + {sizes.num_single_layers} blocks"
     lines = [
         *scores_by_steps(content),
         "",
@@ -393,7 +395,7 @@ def tables(content: dict) -> str:
         "",
         *losses_by_time(content),
         "",
-        "The models that were trained, the bundled one last:",
+        f"The models that were trained, of which that with {bundled} is the bundled one:",
         "",
         *scores_by_run(),
     ]

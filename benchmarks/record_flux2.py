@@ -2,8 +2,8 @@
 
 It answers from shapes alone, in bfloat16 and at 1024 × 1024 pixels in four steps, about the whole
 program from token ids to images, and about its parts. It goes into ``benchmarks/flux2.json``, which
-chapter 16 shows. Each answer takes up to five minutes on two cores and is written at once, and what
-is recorded is left out: delete the file to ask anew.
+chapter 16 shows. An answer takes from ten seconds to twelve minutes on two cores and is written at
+once, and what is recorded is left out: delete the file to ask anew.
 """
 
 import contextlib

@@ -22,8 +22,9 @@ from flux2.vae import vae_parameters
 # Each device has all parameters, and draws images of its own (data parallelism).
 DATA_PARALLEL = {}
 # Each device has some heads of all attentions, and some channels of all feed-forward layers
-# (tensor parallelism: Shoeybi et al., 2019). The fused matrices of single-stream blocks are an
-# exception: they are cut into equal pieces, also amid a head, and the compiler adds exchanges.
+# (tensor parallelism: Shoeybi et al., 2019). Fused matrices are an exception, in single-stream
+# blocks as well as the gates and values of double-stream blocks: they are cut into equal pieces,
+# also amid a head, and the compiler adds exchanges.
 TENSOR_PARALLEL = {"heads": "model", "mlp": "model", "heads_and_mlp": "model"}
 
 

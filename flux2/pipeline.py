@@ -131,7 +131,10 @@ def denoise(
             "make it with random_tokens."
         )
     if guidance is not None and empty is None:
-        raise ValueError("With guidance, give the empty prompt, too: empty=tokenize([''])")
+        raise ValueError(
+            "With guidance, give the empty prompt, encoded: "
+            "empty=encode_prompts(params, config, *tokenize(['']))"
+        )
     places = [positions(rows, columns)]
     if reference is not None:
         if len(reference) not in (1, batch) or reference.shape[1] % tokens:
@@ -239,8 +242,10 @@ def generate(
             f"There are {len(images)} images to edit and {len(ids)} prompts: give one image for "
             "all prompts, or one for each."
         )
+    if guidance is not None and empty is None:
+        raise ValueError("With guidance, give the empty prompt, too: empty=tokenize([''])")
     encoded_empty = None
-    if guidance is not None and empty is not None:
+    if guidance is not None:
         encoded_empty = encode_prompts(params, config, *empty)
     reference = None
     if images is not None:

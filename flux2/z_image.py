@@ -7,7 +7,7 @@ are not told the time.
 
 Model, names and numbers are those of Tongyi-MAI/Z-Image-Turbo on the Hub, whose text encoder is
 Qwen3-4B, and whose VAE is an ``AutoencoderKL`` of 16 channels. Only the transformer is here:
-``flux2.text`` reads other layers of Qwen3, and such a VAE is in ``stable_diffusion``.
+``flux2.text`` reads other layers of Qwen3, and the VAE of ``stable_diffusion`` is another kind.
 """
 
 from dataclasses import dataclass

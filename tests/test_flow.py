@@ -70,10 +70,13 @@ def test_a_folder_with_another_training_is_refused(whole, tmp_path):
     folder, _ = whole
     (tmp_path / "run.json").write_bytes((folder / "run.json").read_bytes())
     flow.note_training(tmp_path, RECIPE)
-    with pytest.raises(SystemExit, match="holds a training with another batch: remove the folder"):
+    with pytest.raises(SystemExit, match="holds a training with another batch: remove it"):
         flow.note_training(tmp_path, dataclasses.replace(RECIPE, batch=16))
     edit_json(tmp_path / "run.json", lambda about: about | {"vae": "of another VAE"})
     with pytest.raises(SystemExit, match="holds a training with another vae"):
+        flow.note_training(tmp_path, RECIPE)
+    (tmp_path / "run.json").write_text('{"device": "cpu"}')
+    with pytest.raises(SystemExit, match="holds a training by an older version: remove"):
         flow.note_training(tmp_path, RECIPE)
 
 

@@ -293,6 +293,10 @@ def test_an_edited_image_is_that_of_pytorchs_pipeline(edit, recorded):
     assert farthest(edit(0, 0), recorded["edited"] / 65535) <= SHARE
 
 
+def test_one_picture_is_edited_by_every_prompt(edit, recorded):
+    assert farthest(edit(0), recorded["edited"] / 65535) <= SHARE
+
+
 def test_each_prompt_edits_a_picture_of_its_own(edit, recorded):
     found = edit(0, 1)
     assert farthest(found[0], recorded["edited"][0] / 65535) <= SHARE
@@ -643,6 +647,8 @@ def test_reference_images_for_another_number_of_prompts_are_refused(model):
     inputs = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match="there must be one for all 2 prompts or one for each"):
         flux2.denoise(params, config, height=16, width=16, **inputs)
+    with pytest.raises(ValueError, match="give the empty prompt, encoded: empty=encode_prompts"):
+        flux2.denoise(params, config, height=16, width=16, guidance=3.0, **inputs)
 
 
 def test_one_string_in_place_of_a_list_of_prompts_is_refused(model):

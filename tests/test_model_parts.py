@@ -225,6 +225,12 @@ def test_tokens_are_those_of_clips_fast_tokenizer():
     assert np.array_equal(found, expected.input_ids)
 
 
+def test_one_string_in_place_of_a_list_of_prompts_is_refused():
+    tokenize = Tokenizer((read_tokenizer(SHAPES_SD / "tokenizer"),))
+    with pytest.raises(TypeError, match=r"Give a list of prompts: \['a star'\]"):
+        tokenize("a star")
+
+
 def test_a_sign_that_fills_up_is_a_special_token_in_a_prompt_as_well(tmp_path):
     """The second tokenizer of Stable Diffusion XL fills up with exclamation marks."""
     folder = shutil.copytree(SHAPES_SD / "tokenizer", tmp_path / "tokenizer")

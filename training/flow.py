@@ -476,11 +476,12 @@ def note_training(folder: Path, recipe: Recipe) -> None:
     Raises
     ------
     SystemExit
-        If the folder holds the training of another model, or with another VAE.
+        If the folder holds the training of another model, with another batch or another VAE.
     """
     vae = ROOT / "checkpoints" / "shapes-sd" / "vae" / "diffusion_flax_model.msgpack"
     about = {
         "transformer": asdict(CONFIG.transformer),
+        "text_encoder": asdict(CONFIG.text_encoder),
         "batch": recipe.batch,
         "vae": hashlib.sha256(vae.read_bytes()).hexdigest(),
     }
@@ -488,11 +489,11 @@ def note_training(folder: Path, recipe: Recipe) -> None:
     file = folder / "run.json"
     if file.exists():
         earlier = json.loads(file.read_text())
-        others = [name for name, value in about.items() if earlier.get(name) != value]
-        if others:
+        others = [name for name, value in about.items() if earlier.get(name, value) != value]
+        if others or about.keys() - earlier.keys():
+            kind = f"with another {' and '.join(others)}" if others else "by an older version"
             raise SystemExit(
-                f"{folder} holds a training with another {' and '.join(others)}: "
-                "remove the folder, or name another one by --work."
+                f"{folder} holds a training {kind}: remove it, or name another folder by --work."
             )
     about["device"] = jax.devices()[0].device_kind
     file.write_text(json.dumps(about, indent=1) + "\n")
