@@ -129,8 +129,8 @@ def record_shapes() -> None:
 def record_unet() -> None:
     """How many of the same captions the UNet of ``shapes-sd`` draws right, by DDIM."""
     rows = []
+    model = record_steps.load("shapes-sd")
     for steps, guidance in itertools.product(UNET_STEPS, UNET_GUIDANCE):
-        model = record_steps.load("shapes-sd")
         images = record_steps.draw_pictures(*model, "ddim", steps, guidance=guidance)
         rows.append(
             {"steps": steps, "guidance": guidance, "right": record_steps.count_right(images)}
@@ -277,8 +277,8 @@ def find_left() -> dict[str, Callable[[], None]]:
     return left
 
 
-def row_of(content: dict, **setting) -> dict:
-    (row,) = (row for row in content["rows"] if setting.items() <= row.items())
+def row_of(content: dict, part: str = "rows", **setting) -> dict:
+    (row,) = (row for row in content[part] if setting.items() <= row.items())
     return row
 
 
@@ -312,9 +312,7 @@ def scores_of_unet(content: dict) -> list[str]:
 
 
 def unet_score(content: dict, steps: int, guidance: float) -> int:
-    setting = {"steps": steps, "guidance": guidance}
-    (row,) = (row for row in content["unet"] if setting.items() <= row.items())
-    return row["right"]
+    return row_of(content, "unet", steps=steps, guidance=guidance)["right"]
 
 
 def scores_by_attribute(content: dict) -> list[str]:

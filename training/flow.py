@@ -174,7 +174,6 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
         ``changed`` (pairs,); ``mean`` and ``variance`` (16,) for the VAE's batch norm.
     """
     file = folder / f"data-{recipe.pool}-{recipe.pairs}.npz"
-    partial_file = file.with_suffix(".part.npz")
     if file.exists():
         with np.load(file) as saved:
             return dict(saved)
@@ -209,6 +208,7 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
         "mean": mean,
         "variance": variance,
     }
+    partial_file = file.with_suffix(".part.npz")
     np.savez(partial_file, **data)
     partial_file.replace(file)  # so that an interruption leaves no file that is cut off
     return data
