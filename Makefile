@@ -53,7 +53,7 @@ lint: .venv/installed  ## check the style of code and notebooks, what is importe
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/deptry .
-	@$(BIN)/deptry helpers course shapes stable_diffusion flux2 notebooks --ignore DEP002 \
+	@$(BIN)/deptry helpers course notebooks --ignore DEP002 \
 	--optional-dependencies-dev-groups lab,docs,test,dev,train
 	@$(BIN)/python -m tools.translations --check
 

@@ -1,6 +1,6 @@
 """Record how fast the bundled checkpoint draws on this CPU: ``benchmarks/cpu.json``.
 
-Programs draw the same images in turn: diffusers' Flax pipeline, the model of ``stable_diffusion``
+Programs draw the same images in turn: diffusers' Flax pipeline, the model of ``course.sd``
 with fewer and fewer steps, and, if there is a ``.venv-train``, PyTorch's diffusers, as it is and
 compiled. Ratios are medians over neighbours in time. How many captions a setting draws right is
 from ``benchmarks/steps.json``. It takes about five minutes on 2 cores, which must have nothing else
@@ -21,11 +21,11 @@ from pathlib import Path
 import jax
 import psutil
 
-import stable_diffusion
 from benchmarks import record_steps
 from benchmarks.common import FOLDER, ROOT, machine, origin, read_json, write_json
+from course import sd
+from course.sd import convert
 from helpers import find_data, quiet_warnings
-from stable_diffusion import convert
 
 TARGET = FOLDER / "cpu.json"
 PYTORCH = ROOT / ".venv-train" / "bin" / "python"
@@ -60,8 +60,8 @@ def flax_pipeline(folder: Path) -> Callable[[], None]:
 
 def plain_jax(folder: Path, sampler: str, steps: int, unguided: int) -> Callable[[], None]:
     """A function that draws with the model in plain JAX."""
-    params, config, tokenize = stable_diffusion.load(folder)
-    generate = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
+    params, config, tokenize = sd.load(folder)
+    generate = jax.jit(sd.generate, static_argnames=sd.STATIC)
     ids = tokenize(PROMPTS)
     empty = tokenize([""])
     key = jax.random.key(0)
@@ -109,7 +109,7 @@ class PyTorch:
 
 def write_for_pytorch(source: Path, target: Path) -> None:
     """Write the bundled pipeline as PyTorch has it."""
-    params, _, _ = stable_diffusion.load(source)
+    params, _, _ = sd.load(source)
     convert.save(params, source, target)
 
 

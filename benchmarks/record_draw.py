@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.common import FOLDER, machine, origin, write_json
 from course import draw
-from shapes import scenes
+from course.shapes import scenes
 
 TARGET = FOLDER / "draw.json"
 PROMPTS = 192

@@ -24,7 +24,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import stable_diffusion as sd
 from benchmarks.common import (
     FOLDER,
     ROOT,
@@ -34,10 +33,10 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
-from course import finetune
+from course import finetune, sd
+from course.sd import lora
+from course.shapes import judge, scenes
 from helpers import bundled_checkpoint
-from shapes import judge, scenes
-from stable_diffusion import lora
 
 TARGET = FOLDER / "finetune.json"
 SHIPPED = ROOT / "checkpoints" / "taught"

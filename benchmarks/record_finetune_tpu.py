@@ -16,9 +16,9 @@ from jax.sharding import AxisType, Mesh
 
 from benchmarks.common import FOLDER, make_parser, name_of, read_json, work_through, write_json
 from course import finetune
+from course.sd import ATTENTION, parameter_shapes
 from course.tpu import Report, ask_compiler, tpu_devices
 from course.tpu.model import array, load_config
-from stable_diffusion import ATTENTION, parameter_shapes
 
 TARGET = FOLDER / "finetune_tpu.json"
 

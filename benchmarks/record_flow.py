@@ -27,7 +27,6 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-import flux2
 from benchmarks import record_steps
 from benchmarks.common import (
     FOLDER,
@@ -40,10 +39,11 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
-from flux2.configs import TransformerConfig
-from flux2.tokenizer import Tokenizer
+from course import flux2
+from course.flux2.configs import TransformerConfig
+from course.flux2.tokenizer import Tokenizer
+from course.shapes import judge, scenes
 from helpers import image_grid
-from shapes import judge, scenes
 from training import flow, qwen
 from training.pictures import save
 

@@ -21,12 +21,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import flux2
 from benchmarks.common import FOLDER, machine, make_parser, read_json, work_through, write_json
 from benchmarks.record_shardings import add_up, place
+from course import flux2
+from course.flux2 import transformer, z_image
 from course.tpu import Piece, ask_compiler, tpu_devices
 from course.tpu.products import find_products
-from flux2 import transformer, z_image
 
 TARGET = FOLDER / "flux2.json"
 CONFIG = flux2.Config()
@@ -219,7 +219,7 @@ def input_shapes(images: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """JAX's Pallas kernel in the place of ``flux2.layers.attention``."""
+    """JAX's Pallas kernel in the place of ``course.flux2.layers.attention``."""
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas  # slow to import
 
     batch, tokens, heads, channels = query.shape
@@ -244,7 +244,7 @@ def cut(name: str) -> list[int]:
 
 
 def linear_by_parts(p: dict, name: str, x: jax.Array) -> jax.Array:
-    """``flux2.layers.linear`` where each part of a fused matrix is a matrix of its own."""
+    """``course.flux2.layers.linear`` where each part of a fused matrix is a matrix of its own."""
     if f"{name}.0.weight" not in p:
         return plain_linear(p, name, x)
     parts = [p[f"{name}.{n}.weight"] for n in range(len(cut(name)))]
@@ -275,7 +275,7 @@ def cut_parameters(p: dict) -> dict:
 
 
 class Variant(NamedTuple):
-    changed: dict[str, Callable]  # functions of flux2.transformer
+    changed: dict[str, Callable]  # functions of course.flux2.transformer
     parameters: Callable[[dict], dict] = lambda p: p
 
 

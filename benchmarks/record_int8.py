@@ -33,6 +33,9 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
+from course.sd import layers
+from course.sd.parameters import declared_shapes
+from course.sd.quantize import quantize, quantize_weight
 from course.tpu import Program, tpu_devices
 from course.tpu.equations import equations_of
 from course.tpu.model import array, load_config, take_step, take_transformer, transformer_name
@@ -40,9 +43,6 @@ from course.tpu.products import read_product
 from course.tpu.programs import DECODER, ENCODERS, STEP, Piece, tree_bytes
 from course.tpu.records import recorded_report
 from course.tpu.schedule import called_by, read_computations, rounds_of
-from stable_diffusion import layers
-from stable_diffusion.parameters import declared_shapes
-from stable_diffusion.quantize import quantize, quantize_weight
 
 TARGET = FOLDER / "int8.json"
 EVERY = "every weight"  # also those that `quantize` leaves wide

@@ -1,4 +1,4 @@
-"""Record how ``stable_diffusion`` compares with the Flax pipelines: ``benchmarks/model.json``.
+"""Record how ``course.sd`` compares with the Flax pipelines: ``benchmarks/model.json``.
 
 Both draw the same prompts with the same weights, steps and sampler, on simulated devices of this
 machine's CPU. They take turns, and each ratio is of two neighbours, so whatever else the machine
@@ -23,7 +23,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import stable_diffusion
 from benchmarks.common import (
     FOLDER,
     machine,
@@ -33,6 +32,7 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
+from course import sd
 from helpers import Checkpoint, bundled_checkpoint, quiet_warnings, simulate_devices
 
 TARGET = FOLDER / "model.json"
@@ -67,8 +67,8 @@ def flax_pipeline(checkpoint: Checkpoint, images: int) -> tuple[Callable, tuple,
 
 
 def plain_jax(checkpoint: Checkpoint, images: int) -> tuple[Callable, tuple, tuple]:
-    """The same with ``stable_diffusion``: ``shard_map`` of its ``generate``."""
-    params, config, tokenize = stable_diffusion.load(checkpoint.source, checkpoint.dtype)
+    """The same with ``course.sd``: ``shard_map`` of its ``generate``."""
+    params, config, tokenize = sd.load(checkpoint.source, checkpoint.dtype)
     mesh = Mesh(np.array(jax.devices()), ("data",))
     whole = NamedSharding(mesh, P())
     split = NamedSharding(mesh, P("data"))
@@ -80,7 +80,7 @@ def plain_jax(checkpoint: Checkpoint, images: int) -> tuple[Callable, tuple, tup
 
     def draw(ids, keys, shared):
         params, negative_ids, steps, guidance = shared
-        return stable_diffusion.generate(params, config, ids, keys, negative_ids, steps, guidance)
+        return sd.generate(params, config, ids, keys, negative_ids, steps, guidance)
 
     mapped = jax.shard_map(
         draw,

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.common import FOLDER, write_json
+from course.sd import ATTENTION
 from course.tpu.compiler import ask_compiler
 from course.tpu.records import question_of
-from stable_diffusion import ATTENTION
 
 
 def feed_forward(x, up, down):

@@ -1,7 +1,7 @@
 """Record how Stable Diffusion XL's parameters are read: ``benchmarks/reading.json``.
 
 It makes a folder with safetensors of the real size, random numbers in float16, which takes 7 GB of
-disk. Then a process of its own reads it onto the CPU in bfloat16, as ``stable_diffusion.load``
+disk. Then a process of its own reads it onto the CPU in bfloat16, as ``course.sd.load``
 does. Memory is what the system says of that process. "Held" is what is its own. Pages of the files
 that it looked at come on top for the system's statistics, which takes them back when it needs room.
 Chapter 13 shows the record.
@@ -22,11 +22,11 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-import stable_diffusion
 from benchmarks.common import FOLDER, machine, origin, write_json
+from course import sd
+from course.sd.weights import to_channels_first, unstack_layers
 from course.tpu.programs import CONFIGURATIONS
 from helpers import bundled_checkpoint
-from stable_diffusion.weights import to_channels_first, unstack_layers
 
 TARGET = FOLDER / "reading.json"
 MOST = 2**30  # bytes in one file, as making a file takes twice its size of memory
@@ -37,7 +37,7 @@ def write_folder(folder: Path) -> int:
     shutil.copytree(CONFIGURATIONS / "sdxl", folder, dirs_exist_ok=True)
     for name in ("tokenizer", "tokenizer_2"):
         shutil.copytree(Path(bundled_checkpoint("shapes-sdxl").source) / name, folder / name)
-    shapes = stable_diffusion.parameter_shapes(stable_diffusion.read_config(folder))
+    shapes = sd.parameter_shapes(sd.read_config(folder))
     for part, parameters in shapes.items():
         write_part(folder / part, unstack_layers(parameters))
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
@@ -91,7 +91,7 @@ def read(folder: Path) -> dict:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    params, _, _ = stable_diffusion.load(folder, jax.numpy.bfloat16)
+    params, _, _ = sd.load(folder, jax.numpy.bfloat16)
     seconds = time.perf_counter() - start
     done.set()
     watcher.join()

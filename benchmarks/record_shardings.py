@@ -20,12 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import FOLDER, make_parser, read_json, work_through, write_json
-from course.shardings import Exchange
-from course.tpu import ask_compiler, tpu_devices
-from course.tpu.collectives import Collective
-from course.tpu.model import load_config
-from helpers import quiet_warnings
-from stable_diffusion import (
+from course.sd import (
     DATA_PARALLEL,
     FULLY_SHARDED,
     TENSOR_PARALLEL,
@@ -34,7 +29,12 @@ from stable_diffusion import (
     parameter_shapes,
     shardings,
 )
-from stable_diffusion.unet import Condition
+from course.sd.unet import Condition
+from course.shardings import Exchange
+from course.tpu import ask_compiler, tpu_devices
+from course.tpu.collectives import Collective
+from course.tpu.model import load_config
+from helpers import quiet_warnings
 
 TARGET = FOLDER / "shardings.json"
 MODEL = "sdxl"

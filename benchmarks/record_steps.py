@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import stable_diffusion
 from benchmarks.common import (
     FOLDER,
     make_parser,
@@ -23,11 +22,12 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
+from course import sd
+from course.sd import Config
+from course.sd.samplers import SAMPLERS
+from course.sd.tokenizer import Tokenizer
+from course.shapes import judge, scenes
 from helpers import find_data
-from shapes import judge, scenes
-from stable_diffusion import Config
-from stable_diffusion.samplers import SAMPLERS
-from stable_diffusion.tokenizer import Tokenizer
 
 TARGET = FOLDER / "steps.json"
 PICTURES = 96
@@ -94,13 +94,13 @@ def find_best(record: dict) -> dict:
 @functools.cache
 def load(checkpoint: str) -> tuple:
     dtype = jnp.bfloat16 if checkpoint.endswith("bf16") else jnp.float32
-    return stable_diffusion.load(find_data("checkpoints") / checkpoint, dtype)
+    return sd.load(find_data("checkpoints") / checkpoint, dtype)
 
 
 @functools.cache
 def drawing() -> Callable:
     """The program that draws, compiled once for each checkpoint and sampler."""
-    return jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
+    return jax.jit(sd.generate, static_argnames=sd.STATIC)
 
 
 def draw_pictures(

@@ -1,7 +1,7 @@
 """Record what the TPU compiler says about Stable Diffusion 1.4 and XL: ``make tpu-report``.
 
 About the pipelines it writes a file for each program to ``benchmarks/tpu``, and about the model of
-``stable_diffusion`` all into ``benchmarks/tpu_pieces.json``, which chapter 12 shows. Each answer is
+``course.sd`` all into ``benchmarks/tpu_pieces.json``, which chapter 12 shows. Each answer is
 written as soon as it is there, and what is recorded is left out, so an interrupted run goes on
 where it stopped. All of it takes many hours on 2 cores: ``--minutes`` and ``--only`` take a part.
 """
@@ -76,7 +76,7 @@ def is_searched(name: str) -> bool:
 
 
 def model_pieces() -> list[tuple[Program, str]]:
-    """What to ask about the model of ``stable_diffusion``, the most useful first."""
+    """What to ask about the model of ``course.sd``, the most useful first."""
 
     def xl(attention: str, size: tuple[int, int] = (1024, 1024), chip: str = "v5e") -> Program:
         height, width = size

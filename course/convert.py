@@ -14,10 +14,10 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from course.sd import read_config
+from course.sd.convert import read_schedule, read_single_file, save
+from course.sd.weights import PICKLE_SUFFIXES
 from helpers import find_folder
-from stable_diffusion import read_config
-from stable_diffusion.convert import read_schedule, read_single_file, save
-from stable_diffusion.weights import PICKLE_SUFFIXES
 
 DTYPES = ("float32", "float16", "bfloat16")
 

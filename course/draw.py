@@ -36,10 +36,10 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-import stable_diffusion as sd
+from course import sd
+from course.sd.tokenizer import Encoder, read_tokenizer
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, pick_checkpoint
 from helpers.inputs import unknown_words
-from stable_diffusion.tokenizer import Encoder, read_tokenizer
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
 

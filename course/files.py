@@ -125,7 +125,7 @@ KINDS = [
         "inpainting",
         "a model for inpainting, whose UNet has 9 channels in",
         False,
-        "take the model that it was made of, and `stable_diffusion.edit`",
+        "take the model that it was made of, and `course.sd.edit`",
         "as for inpainting",
     ),
     Kind(
@@ -149,7 +149,7 @@ KINDS = [
         "fp8",
         "numbers of 8 bits (fp8)",
         False,
-        "get it in float16; `stable_diffusion.quantize` makes int8 of that",
+        "get it in float16; `course.sd.quantize` makes int8 of that",
         "numbers of 8 bits",
     ),
     Kind(
@@ -191,14 +191,14 @@ KINDS = [
         "Stable Diffusion 1, 2 or XL in diffusers' format with safetensors in float32, float16 or "
         "bfloat16, or Flax weights",
         True,
-        "`stable_diffusion.load`, `TUTORIAL_CHECKPOINT`, and all commands",
+        "`course.sd.load`, `TUTORIAL_CHECKPOINT`, and all commands",
     ),
     Kind(
         FOLDER,
         "variant",
         "files with a variant in their names, as `model.fp16.safetensors`",
         True,
-        '`stable_diffusion.load(…, variant="fp16")`, `--variant fp16`',
+        '`course.sd.load(…, variant="fp16")`, `--variant fp16`',
     ),
     Kind(
         FOLDER,
@@ -242,7 +242,7 @@ KINDS = [
         "inpainting-folder",
         "a folder for inpainting or InstructPix2Pix",
         False,
-        "take the model that it was made of, and `stable_diffusion.edit`",
+        "take the model that it was made of, and `course.sd.edit`",
         "its UNet reads a picture",
     ),
     Kind(

@@ -4,7 +4,7 @@ PHOTOS is a folder of pictures in any size. Captions are in ``metadata.jsonl``, 
 datasets have them, or beside each picture in a text file of its name, as kohya's scripts have them;
 ``--caption`` is for pictures without one. The command trains a LoRA on them, and the embedding of a
 new word if one is given. It writes FILE, a LoRA for PyTorch's diffusers, ComfyUI and
-``stable_diffusion.lora``, and the embedding beside it. You may interrupt it at any time: the same
+``course.sd.lora``, and the embedding beside it. You may interrupt it at any time: the same
 command goes on from the state that was saved last, and ends in the same numbers.
 
 So that the model does not forget what it can draw already, each step may also *rehearse*: some of
@@ -35,15 +35,15 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image, ImageOps
 from safetensors import SafetensorError
 
-import stable_diffusion as sd
+from course import sd
+from course.sd import Config, ScheduleConfig
+from course.sd.attention import ATTENTION, find_attention
+from course.sd.lora import Pair, add_word, attach, save_lora, save_word, word_file
+from course.sd.samplers import alphas
+from course.sd.text import EMBEDDINGS
+from course.sd.unet import Condition, project_text
+from course.sd.vae import encode
 from helpers import find_folder, simulate_devices
-from stable_diffusion import Config, ScheduleConfig
-from stable_diffusion.attention import ATTENTION, find_attention
-from stable_diffusion.lora import Pair, add_word, attach, save_lora, save_word, word_file
-from stable_diffusion.samplers import alphas
-from stable_diffusion.text import EMBEDDINGS
-from stable_diffusion.unet import Condition, project_text
-from stable_diffusion.vae import encode
 
 # The weights of the UNet that get a LoRA, as regular expressions for their names.
 LAYERS = {
@@ -142,7 +142,7 @@ def usual_recipe(config: Config) -> Recipe:
 
 
 class Encoded(NamedTuple):
-    """What the text encoders say of captions, as ``stable_diffusion.encode_prompts`` gives it."""
+    """What the text encoders say of captions, as ``course.sd.encode_prompts`` gives it."""
 
     context: jax.Array  # (captions, tokens, channels)
     pooled: jax.Array  # (captions, channels), which only Stable Diffusion XL reads

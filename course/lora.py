@@ -11,12 +11,12 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-import stable_diffusion
+from course import sd
 from course.convert import DTYPES
+from course.sd.convert import save
+from course.sd.lora import merge, read_lora, word_file
+from course.sd.weights import stored_dtypes
 from helpers import find_folder
-from stable_diffusion.convert import save
-from stable_diffusion.lora import merge, read_lora, word_file
-from stable_diffusion.weights import stored_dtypes
 
 
 def file_and_scale(argument: str) -> tuple[Path, float]:
@@ -44,7 +44,7 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         source = find_folder(arguments.source, variant=arguments.variant)
-        params, config, _ = stable_diffusion.load(source, variant=arguments.variant)
+        params, config, _ = sd.load(source, variant=arguments.variant)
         for file, scale in arguments.loras:
             lora = read_lora(file, params, config)
             params = merge(params, lora, scale)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import stable_diffusion
+from course import sd
 from course.tpu.chips import CHIPS
 from course.tpu.compiler import versions
 from course.tpu.model import load_config
@@ -32,7 +32,7 @@ class Measured:
     """A program that ran: what, where, and how long it took."""
 
     model: str  #: ``sd``, ``sdxl``, or a bundled checkpoint
-    attention: str  #: a name from ``stable_diffusion.ATTENTION``
+    attention: str  #: a name from ``course.sd.ATTENTION``
     batch: int  #: images at a time, on one device
     height: int  #: of an image, in pixels
     width: int  #: likewise
@@ -53,7 +53,7 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-def make_up(config: stable_diffusion.Config, dtype) -> dict:
+def make_up(config: sd.Config, dtype) -> dict:
     """Parameters of the right shapes, made of small random numbers.
 
     Of zeros, chips may be faster.
@@ -63,7 +63,7 @@ def make_up(config: stable_diffusion.Config, dtype) -> dict:
     def draw(shape: jax.ShapeDtypeStruct) -> jax.Array:
         return jnp.asarray(0.02 * random.standard_normal(shape.shape, np.float32), dtype)
 
-    return jax.tree.map(draw, stable_diffusion.parameter_shapes(config, dtype))
+    return jax.tree.map(draw, sd.parameter_shapes(config, dtype))
 
 
 def find_chip_name(device: jax.Device) -> str:
@@ -83,7 +83,7 @@ def measure(
     width: int | None = None,
     calls: int = 5,
 ) -> Measured:
-    """Compile ``stable_diffusion.generate`` for one device, call it, and say how long that took.
+    """Compile ``course.sd.generate`` for one device, call it, and say how long that took.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def measure(
     ids = jnp.zeros((batch, len(config.text), config.text[0].max_position_embeddings), jnp.int32)
     key = jax.random.key(0)
     empty = ids[:1]
-    generate = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
+    generate = jax.jit(sd.generate, static_argnames=sd.STATIC)
     start = time.perf_counter()
     lowered = generate.lower(
         params,
@@ -177,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help="by default %(default)s")
     for name in ("height", "width"):
         parser.add_argument(f"--{name}", type=int, help="in pixels; by default as in training")
-    parser.add_argument("--attention", default="plain", help=", ".join(stable_diffusion.ATTENTION))
+    parser.add_argument("--attention", default="plain", help=", ".join(sd.ATTENTION))
     parser.add_argument(
         "--to", type=Path, default=Path(), help="the folder for the file (this one)"
     )

@@ -96,18 +96,18 @@ napoleon_google_docstring = False
 napoleon_preprocess_types = True
 # What docstrings call by a short name.
 napoleon_type_aliases = {
-    "Condition": "~stable_diffusion.unet.Condition",
-    "Config": "~stable_diffusion.configs.Config",
-    "ScheduleConfig": "~stable_diffusion.configs.ScheduleConfig",
-    "Tokenizer": "~stable_diffusion.tokenizer.Tokenizer",
-    "Scene": "~shapes.scenes.Scene",
+    "Condition": "~course.sd.unet.Condition",
+    "Config": "~course.sd.configs.Config",
+    "ScheduleConfig": "~course.sd.configs.ScheduleConfig",
+    "Tokenizer": "~course.sd.tokenizer.Tokenizer",
+    "Scene": "~course.shapes.scenes.Scene",
 }
-# And what the docstrings of flux2/ call by the same names.
+# And what the docstrings of course.flux2 call by the same names.
 FLUX2_ALIASES = {
-    "Config": "~flux2.configs.Config",
-    "TransformerConfig": "~flux2.configs.TransformerConfig",
-    "TextConfig": "~flux2.configs.TextConfig",
-    "Tokenizer": "~flux2.tokenizer.Tokenizer",
+    "Config": "~course.flux2.configs.Config",
+    "TransformerConfig": "~course.flux2.configs.TransformerConfig",
+    "TextConfig": "~course.flux2.configs.TextConfig",
+    "Tokenizer": "~course.flux2.tokenizer.Tokenizer",
 }
 # What the inventories here do not have.
 nitpick_ignore_regex += [
@@ -209,7 +209,7 @@ def follow_links(app, doctree):
 
 def choose_aliases(app, what, name, obj, options, lines):
     """Let a docstring's short names be those of its own package, before napoleon reads it."""
-    own = FLUX2_ALIASES if name.startswith("flux2.") else {}
+    own = FLUX2_ALIASES if name.startswith("course.flux2.") else {}
     app.config.napoleon_type_aliases = napoleon_type_aliases | own
 
 

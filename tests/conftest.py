@@ -22,8 +22,8 @@ from diffusers import FlaxDiffusionPipeline
 from playwright.sync_api import sync_playwright
 
 import helpers
+from course.sd.samplers import SAMPLERS, Sampler
 from helpers import packages
-from stable_diffusion.samplers import SAMPLERS, Sampler
 from tools import workshop
 
 ROOT = Path(__file__).resolve().parents[1]

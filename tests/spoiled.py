@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shapes import scenes
+from course.shapes import scenes
 
 
 def _random_scene(rng: np.random.Generator, size: str | None = None) -> scenes.Scene:

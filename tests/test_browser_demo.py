@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from playwright.sync_api import expect
 
-import stable_diffusion
-from shapes import judge, scenes
+from course import sd
+from course.shapes import judge, scenes
 from tools import browser_demo
 
 # Caption, seed, steps, guidance scale. The checkpoint does not know the last caption's words.
@@ -48,8 +48,8 @@ def said(page):
 
 
 def test_six_captions_are_drawn_as_jax_draws_them(page, screenshots):
-    params, config, tokenize = stable_diffusion.load(browser_demo.CHECKPOINT)
-    in_jax = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
+    params, config, tokenize = sd.load(browser_demo.CHECKPOINT)
+    in_jax = jax.jit(sd.generate, static_argnames=sd.STATIC)
     right = 0
     for caption, seed, steps, guidance in REQUESTS:
         ask(page, caption, seed, steps, guidance)

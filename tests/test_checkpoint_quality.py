@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
+from course.shapes import judge, scenes
 from helpers import create_key
-from shapes import judge, scenes
 from training import tokenizer
 
 CAPTIONS = []

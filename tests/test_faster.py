@@ -11,13 +11,12 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import stable_diffusion as sd
 from benchmarks import record_cpu, record_steps
-from course import measure
+from course import measure, sd
+from course.sd import pipeline
+from course.sd.samplers import SAMPLERS
 from course.tpu import Times
 from course.tpu.model import load_config
-from stable_diffusion import pipeline
-from stable_diffusion.samplers import SAMPLERS
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = sd.Config(

@@ -18,15 +18,14 @@ import pytest
 from safetensors.numpy import load_file
 
 import course.convert
-import flux2
 import helpers.checkpoints
-import stable_diffusion as sd
+from course import flux2, sd
 from course.files import KINDS
-from flux2.weights import to_files
+from course.flux2.weights import to_files
+from course.sd import convert, lora
+from course.sd.text import EMBEDDINGS
+from course.sd.weights import stack_layers, unstack_layers
 from helpers import bundled_checkpoint, find_folder
-from stable_diffusion import convert, lora
-from stable_diffusion.text import EMBEDDINGS
-from stable_diffusion.weights import stack_layers, unstack_layers
 from tests.makers import common
 from tests.makers import files as make
 

@@ -23,12 +23,11 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
-import stable_diffusion as sd
 from benchmarks import record_finetune
-from course import finetune
+from course import finetune, sd
+from course.sd import convert, lora
+from course.shapes import judge, scenes
 from helpers import bundled_checkpoint
-from shapes import judge, scenes
-from stable_diffusion import convert, lora
 
 SOURCE = Path(bundled_checkpoint("shapes-sd").source)
 SHIPPED = SOURCE.parent / "taught" / "bowtie.safetensors"

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import flux2
 from benchmarks import record_flow
-from shapes import judge, scenes
+from course import flux2
+from course.shapes import judge, scenes
 from tests.makers.files import edit_json
 from training import export, flow
 

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 from transformers import Qwen2TokenizerFast
 
-import flux2
+from course import flux2
+from course.flux2 import vae
+from course.flux2.tokenizer import read_tokenizer
+from course.flux2.weights import to_channels_last, to_files
 from course.tpu.collectives import count_collectives
-from flux2 import vae
-from flux2.tokenizer import read_tokenizer
-from flux2.weights import to_channels_last, to_files
 from tests.makers.common import FIXTURES, made_up, made_up_input
 from tests.makers.files import edit_json, is_same
 

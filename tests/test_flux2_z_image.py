@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flux2 import sampler
-from flux2.z_image import ZImageConfig, velocity, z_image_parameters
+from course.flux2 import sampler
+from course.flux2.z_image import ZImageConfig, velocity, z_image_parameters
 from tests.makers.common import FIXTURES, made_up, made_up_input
 
 NAMES = json.loads((FIXTURES / "flux2_z_image_names.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Whole images of stable_diffusion/: those of the Flax pipelines and of PyTorch, from any input.
+"""Whole images of course.sd: those of the Flax pipelines and of PyTorch, from any input.
 
 ``python -m tests.makers.reference`` recorded PyTorch's. Since ours match both, the images of the
 Flax pipelines match those of PyTorch.
@@ -13,10 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import stable_diffusion
-from course.tpu.collectives import count_collectives
-from helpers import bundled_checkpoint, count_compilations
-from stable_diffusion import (
+from course import sd
+from course.sd import (
     STATIC,
     Config,
     ScheduleConfig,
@@ -28,8 +26,10 @@ from stable_diffusion import (
     pipeline,
     unet,
 )
-from stable_diffusion.configs import read_class
-from stable_diffusion.samplers import SAMPLERS
+from course.sd.configs import read_class
+from course.sd.samplers import SAMPLERS
+from course.tpu.collectives import count_collectives
+from helpers import bundled_checkpoint, count_compilations
 from tests.makers import common
 
 GUIDANCE = common.GUIDANCE
@@ -52,7 +52,7 @@ def own_sampler(checkpoint):
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    return stable_diffusion.load(checkpoint.source)
+    return sd.load(checkpoint.source)
 
 
 def compile_drawing(model, recorded, any_sampler, samplers):
@@ -172,7 +172,7 @@ def small():
         numbers = random.standard_normal(shape.shape, shape.dtype)
         return numbers / np.sqrt(np.prod(shape.shape[:-1]))
 
-    return jax.tree.map(make_up, stable_diffusion.parameter_shapes(SMALL))
+    return jax.tree.map(make_up, sd.parameter_shapes(SMALL))
 
 
 @pytest.fixture(scope="module")
@@ -290,10 +290,10 @@ def test_one_key_stands_for_the_noise_that_pipelines_draw_from_it(small, monkeyp
 
 
 @pytest.fixture(scope="module")
-def sd():
+def sd_14():
     """Stable Diffusion 1.4 without its numbers: its configuration and shapes of good inputs."""
-    config = stable_diffusion.read_config(common.ROOT / "course" / "tpu" / "configurations" / "sd")
-    params = stable_diffusion.parameter_shapes(config, jnp.bfloat16)
+    config = sd.read_config(common.ROOT / "course" / "tpu" / "configurations" / "sd")
+    params = sd.parameter_shapes(config, jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((2, 1, 77), jnp.int32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return config, {"params": params, "ids": ids, "key": key, "negative_ids": ids}
@@ -303,8 +303,8 @@ def shape_of_images(config, inputs, **options):
     return jax.eval_shape(lambda inputs: generate(config=config, **inputs, **options), inputs)
 
 
-def test_shapes_alone_tell_the_shape_of_the_images(sd):
-    images = shape_of_images(*sd)
+def test_shapes_alone_tell_the_shape_of_the_images(sd_14):
+    images = shape_of_images(*sd_14)
     assert (images.shape, images.dtype) == ((2, 512, 512, 3), jnp.float32)
 
 
@@ -331,8 +331,8 @@ def test_shapes_alone_tell_the_shape_of_the_images(sd):
         ),
     ],
 )
-def test_a_parameter_that_is_missing_or_does_not_fit_is_named(sd, part, name, shape, sentence):
-    config, inputs = sd
+def test_a_parameter_that_is_missing_or_does_not_fit_is_named(sd_14, part, name, shape, sentence):
+    config, inputs = sd_14
     params = {key: dict(shapes) for key, shapes in inputs["params"].items()}
     del params[part][name]
     if shape:
@@ -364,8 +364,8 @@ def test_a_parameter_that_is_missing_or_does_not_fit_is_named(sd, part, name, sh
         ),
     ],
 )
-def test_inputs_of_the_wrong_shape_are_answered_by_a_sentence(sd, changes, sentence):
-    config, inputs = sd
+def test_inputs_of_the_wrong_shape_are_answered_by_a_sentence(sd_14, changes, sentence):
+    config, inputs = sd_14
     with pytest.raises(ValueError, match=sentence):
         shape_of_images(config, inputs | changes)
 
@@ -393,9 +393,9 @@ def test_inputs_of_the_wrong_shape_are_answered_by_a_sentence(sd, changes, sente
         ),
     ],
 )
-def test_options_that_cannot_be_are_answered_by_a_sentence(sd, options, sentence):
+def test_options_that_cannot_be_are_answered_by_a_sentence(sd_14, options, sentence):
     with pytest.raises(ValueError, match=sentence):
-        shape_of_images(*sd, **options)
+        shape_of_images(*sd_14, **options)
 
 
 @pytest.mark.parametrize(

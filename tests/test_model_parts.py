@@ -1,4 +1,4 @@
-"""The parts of stable_diffusion/ against PyTorch's: names, small modules, schedulers, tokens."""
+"""The parts of course.sd against PyTorch's: names, small modules, schedulers, tokens."""
 
 import functools
 import json
@@ -12,18 +12,18 @@ import pytest
 from safetensors.numpy import save_file
 from transformers import CLIPTokenizerFast
 
-import stable_diffusion
-from helpers import bundled_checkpoint
-from stable_diffusion import configs, samplers, text, unet, vae
-from stable_diffusion.parameters import declared_shapes
-from stable_diffusion.tokenizer import Tokenizer, read_tokenizer
-from stable_diffusion.weights import (
+from course import sd
+from course.sd import configs, samplers, text, unet, vae
+from course.sd.parameters import declared_shapes
+from course.sd.tokenizer import Tokenizer, read_tokenizer
+from course.sd.weights import (
     read_part,
     stack_layers,
     to_channels_first,
     to_channels_last,
     unstack_layers,
 )
+from helpers import bundled_checkpoint
 from tests.makers import common
 
 SHAPES_SD = Path(bundled_checkpoint("shapes-sd").source)
@@ -62,7 +62,7 @@ def channels_first(x):
 @pytest.mark.parametrize("model", ["sd", "sd21", "sdxl"])
 def test_names_and_shapes_are_those_of_pytorchs_modules(names, model):
     config = common.read_model(names[model]["configurations"])
-    shapes = stable_diffusion.parameter_shapes(config)
+    shapes = sd.parameter_shapes(config)
     expected = names[model]["parameters"]
     assert shapes.keys() == expected.keys()
     for part in expected:
@@ -119,7 +119,7 @@ def test_a_unet_gives_what_pytorchs_gives(recorded, model):
     assert is_close(channels_first(output), recorded[f"unet {model}"])
 
 
-@pytest.mark.parametrize("attention", stable_diffusion.ATTENTION)
+@pytest.mark.parametrize("attention", sd.ATTENTION)
 def test_every_attention_is_softmax_of_scores_times_values(attention):
     query = common.made_up_input("query", 2, 5, 3, 8)
     key = common.made_up_input("key", 2, 7, 3, 8)
@@ -127,7 +127,7 @@ def test_every_attention_is_softmax_of_scores_times_values(attention):
     weights = np.exp(np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(8))
     weights /= weights.sum(axis=-1, keepdims=True)
     expected = np.einsum("bhqk,bkhd->bqhd", weights, value)
-    assert is_close(stable_diffusion.ATTENTION[attention](query, key, value), expected)
+    assert is_close(sd.ATTENTION[attention](query, key, value), expected)
 
 
 def test_a_vae_gives_what_pytorchs_gives(recorded):
@@ -147,7 +147,7 @@ def test_a_vae_gives_what_pytorchs_gives(recorded):
     assert is_close(channels_first(decoded), recorded["decoded"])
 
 
-@pytest.mark.parametrize("sampler", stable_diffusion.SAMPLERS)
+@pytest.mark.parametrize("sampler", sd.SAMPLERS)
 @pytest.mark.parametrize("spacing", common.SPACINGS)
 @pytest.mark.parametrize("prediction", common.PREDICTIONS)
 def test_a_sampler_ends_where_pytorchs_scheduler_ends(recorded, sampler, spacing, prediction):
@@ -188,8 +188,8 @@ def write_old_folder(source, folder):
 
 def test_safetensors_in_pytorchs_format_hold_what_flax_files_hold(tmp_path):
     write_old_folder(SHAPES_SD, tmp_path)
-    params, config, tokenize = stable_diffusion.load(tmp_path)
-    expected, expected_config, expected_tokenize = stable_diffusion.load(SHAPES_SD)
+    params, config, tokenize = sd.load(tmp_path)
+    expected, expected_config, expected_tokenize = sd.load(SHAPES_SD)
     assert config == expected_config
     assert jax.tree.all(jax.tree.map(np.array_equal, params, expected))
     assert np.array_equal(tokenize(["a red star", ""]), expected_tokenize(["a red star", ""]))
@@ -245,7 +245,7 @@ def test_a_sign_that_fills_up_is_a_special_token_in_a_prompt_as_well(tmp_path):
 
 @pytest.mark.parametrize("name", ["shapes-sd", "shapes-sdxl"])
 def test_a_prompt_that_is_too_long_is_warned_of_once_with_what_is_not_read(name):
-    _, _, tokenize = stable_diffusion.load(bundled_checkpoint(name).source)
+    _, _, tokenize = sd.load(bundled_checkpoint(name).source)
     with pytest.warns(UserWarning) as warned:
         tokenize(["a red heart " * 30])
     lost = " ".join(["a red heart"] * 5)

@@ -24,15 +24,15 @@ from safetensors.numpy import load_file, save_file
 import course.convert
 import course.lora
 import helpers.checkpoints
-import stable_diffusion as sd
-from helpers import bundled_checkpoint
-from stable_diffusion import convert, edit, lora, samplers, vae
-from stable_diffusion.weights import (
+from course import sd
+from course.sd import convert, edit, lora, samplers, vae
+from course.sd.weights import (
     DTYPES,
     map_safetensors,
     to_channels_first,
     unstack_layers,
 )
+from helpers import bundled_checkpoint
 from tests.makers import common
 from tests.makers import files as make
 

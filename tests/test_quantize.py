@@ -1,4 +1,4 @@
-"""int8 in stable_diffusion/: what is rounded, what is multiplied, and how near the results are."""
+"""int8 in course.sd: what is rounded, what is multiplied, and how near the results are."""
 
 import json
 
@@ -9,19 +9,19 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import stable_diffusion
 from benchmarks import record_int8
+from course import sd
+from course.sd import layers
+from course.sd.lora import Pair, attach, merge
+from course.sd.parameters import check_parameters
+from course.sd.quantize import Quantized, quantize, quantize_weight, round_to_int8
 from course.tpu.equations import equations_of
 from helpers import bundled_checkpoint
-from stable_diffusion import layers
-from stable_diffusion.lora import Pair, attach, merge
-from stable_diffusion.parameters import check_parameters
-from stable_diffusion.quantize import Quantized, quantize, quantize_weight, round_to_int8
 
 
 @pytest.fixture(scope="module")
 def model():
-    return stable_diffusion.load(bundled_checkpoint("shapes-sd").source)
+    return sd.load(bundled_checkpoint("shapes-sd").source)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,7 @@ def test_images_in_int8_are_close_and_not_the_same(model, rounded):
     def draw(params):
         ids = tokenize(["a large red circle on a white background"])
         key = jax.random.key(3)
-        return stable_diffusion.generate(params, config, ids, key, steps=4, guided=False)
+        return sd.generate(params, config, ids, key, steps=4, guided=False)
 
     difference = 255 * jnp.abs(jax.jit(draw)(rounded) - jax.jit(draw)(params))
     assert 1e-3 < difference.mean() < 1

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shapes import judge, scenes
+from course.shapes import judge, scenes
 from tests import spoiled
 
 

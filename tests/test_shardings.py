@@ -14,7 +14,8 @@ from flax.training.common_utils import shard
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import stable_diffusion as sd
+from course import sd
+from course.sd.pipeline import draw_noise
 from course.shardings import recorded_splits
 from course.tpu.collectives import (
     Collective,
@@ -24,7 +25,6 @@ from course.tpu.collectives import (
 )
 from course.tpu.schedule import read_schedule
 from helpers import create_key, prepare_prompts, split_keys
-from stable_diffusion.pipeline import draw_noise
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {

@@ -55,7 +55,7 @@ def test_every_installation_of_a_lock_checks_the_hashes():
 
 def code_that_runs() -> dict[str, str]:
     """The code that readers run, by where it stands."""
-    folders = ("helpers", "course", "shapes", "stable_diffusion", "flux2", "training")
+    folders = ("helpers", "course", "training")
     found = {
         str(file): file.read_text() for folder in folders for file in (ROOT / folder).rglob("*.py")
     }
@@ -127,7 +127,7 @@ def test_the_reasons_for_which_make_audit_ignores_vulnerabilities_hold():
     models = Path(metadata.distribution("transformers").locate_file("transformers/models"))
     assert not list(models.glob("x_clip/*convert*"))
     code = "\n".join(code_that_runs().values())
-    code = re.sub(r"\b(sd|stable_diffusion)\.generate\(", "", code)  # not that of transformers
+    code = re.sub(r"\b(sd)\.generate\(", "", code)  # not that of transformers
     assert not re.search(r"import .*\bTrainer\b|LightGlue|\.generate\(|custom_generate", code)
     saving = {
         where for where, code in code_that_runs().items() if re.search(r"\.save_pretrained\(", code)

@@ -22,8 +22,8 @@ from jax.experimental.pallas import tpu as pallas_tpu
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import stable_diffusion
-from course import tpu
+from course import sd, tpu
+from course.sd import attention
 from course.tpu import apart, chips, compiler, model, pipelines, worker
 from course.tpu.__main__ import main, parse_shape
 from course.tpu.copies import read_copies
@@ -41,7 +41,6 @@ from course.tpu.programs import (
     Program,
     tree_bytes,
 )
-from stable_diffusion import attention
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -391,7 +390,7 @@ def test_a_programs_text_names_no_file_of_the_machine_that_compiled_it():
 @pytest.mark.usefixtures("asked_anew")
 def test_chapter_12_shows_recorded_answers_where_the_compiler_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    names = {"jax": jax, "jnp": jnp, "sd": stable_diffusion, "tokens": 4096}
+    names = {"jax": jax, "jnp": jnp, "sd": sd, "tokens": 4096}
     names["shape"] = shape(2, 4096, 10, 64, dtype="bfloat16")
     for cell in nbformat.read(ROOT / "notebooks" / "12_faster.ipynb", as_version=4).cells:
         if cell.id in ("12-ask", "12-wide", "12-late", "12-axes"):
@@ -783,7 +782,7 @@ def test_a_scheduler_that_flax_has_not_is_named(tiny, tmp_path):
         load_shapes(folder)
 
 
-# The model of stable_diffusion
+# The model of course.sd
 
 
 def test_the_pieces_of_a_program_fit_together():

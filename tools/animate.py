@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-import stable_diffusion as sd
-from stable_diffusion.samplers import sample
-from stable_diffusion.vae import decode
+from course import sd
+from course.sd.samplers import sample
+from course.sd.vae import decode
 
 ROOT = Path(__file__).resolve().parents[1]
 CHECKPOINT = ROOT / "checkpoints" / "shapes-sd"

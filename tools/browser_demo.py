@@ -16,16 +16,16 @@ import jinja2
 import numpy as np
 from PIL import Image
 
-import stable_diffusion
-from shapes import scenes
-from stable_diffusion.samplers import alphas
+from course import sd
+from course.sd.samplers import alphas
+from course.shapes import scenes
 from tools.lock import DRAW_LOCK, ROOT, make_environment
 
 CHECKPOINT = ROOT / "checkpoints" / "shapes-sd"
 PAGE = ROOT / "docs" / "draw"
 MADE = ROOT / "build" / "draw"
 SOURCES = [file for file in CHECKPOINT.rglob("*") if file.suffix in (".json", ".msgpack", ".txt")]
-SOURCES += (ROOT / "stable_diffusion").glob("*.py")
+SOURCES += (ROOT / "course" / "sd").glob("*.py")
 MODELS = ("text_encoder.onnx", "denoiser.onnx", "decoder.onnx")
 RUNTIME = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 # There is a sheet of recorded images for each caption, with a column for each number of steps and
@@ -106,7 +106,7 @@ def write_settings(file: Path) -> None:
     """Write what the page's script knows of the checkpoint, and the sizes of what it can load."""
     tokenizer = CHECKPOINT / "tokenizer"
     config = json.loads((tokenizer / "tokenizer_config.json").read_text())
-    schedule = stable_diffusion.read_config(CHECKPOINT).schedule
+    schedule = sd.read_config(CHECKPOINT).schedule
     merges = (tokenizer / "merges.txt").read_text().splitlines()[1:]
     loaded = [MADE / name for name in (*MODELS, RUNTIME[1])]
     settings = {
@@ -127,8 +127,8 @@ def record_images() -> None:
     if is_newer([MADE / name for name in SHEETS], [*SOURCES, Path(__file__)]):
         return
     jax.config.update("jax_platforms", "cpu")  # every build of the site shows the same images
-    params, config, tokenize = stable_diffusion.load(CHECKPOINT)
-    draw = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)
+    params, config, tokenize = sd.load(CHECKPOINT)
+    draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
     key = jax.random.key(0)
     rows = len(GUIDANCE_SCALES)
     noise = jnp.moveaxis(jax.random.normal(key, (1, 4, 8, 8)), 1, -1)  # drawn with channels first

@@ -50,7 +50,7 @@ def find_stale(chapters: list[Path], executed: Path) -> list[Path]:
     """The chapters without a full executed copy that is newer than all that it follows from."""
     shared = [ROOT / "requirements.lock"]
     shared += (ROOT / "benchmarks").rglob("*.json")  # which chapters 8 and 9 show
-    for room in ("helpers", "stable_diffusion", "flux2", "shapes", "course"):
+    for room in ("helpers", "course"):
         shared += (ROOT / room).rglob("*.py")
     stale = []
     for chapter in chapters:

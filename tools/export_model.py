@@ -13,10 +13,10 @@ import numpy as np
 import onnx
 from jax2onnx import to_onnx
 
-import stable_diffusion
-from stable_diffusion.pipeline import denoise_step, encode_prompts
-from stable_diffusion.unet import project_text
-from stable_diffusion.vae import decode
+from course import sd
+from course.sd.pipeline import denoise_step, encode_prompts
+from course.sd.unet import project_text
+from course.sd.vae import decode
 
 SMALL = 1024  # arrays with fewer numbers stay float32
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="a folder in diffusers' format")
     parser.add_argument("folder", type=Path, help="where the files go")
     options = parser.parse_args()
-    params, config, tokenize = stable_diffusion.load(options.checkpoint)
+    params, config, tokenize = sd.load(options.checkpoint)
 
     def text_encoder(ids):
         """Context (2, 77, width) of the ids (2, 77) of the empty prompt and the prompt."""

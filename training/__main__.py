@@ -19,7 +19,7 @@ import transformers
 from matplotlib.figure import Figure
 from torch import nn
 
-from shapes import scenes
+from course.shapes import scenes
 from training import autoencoder, convert, diffusion, export, flow, sd, sdxl, tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from torch import nn
 from torch.nn import functional
 
-from shapes import scenes
+from course.shapes import scenes
 from training.loop import fit
 
 PIXELS = 64

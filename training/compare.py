@@ -11,8 +11,8 @@ import torch
 from diffusers import Flux2KleinPipeline
 from PIL import Image
 
-import flux2
-from shapes import scenes
+from course import flux2
+from course.shapes import scenes
 from training import qwen
 from training.flow import ROOT
 

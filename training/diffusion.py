@@ -18,7 +18,7 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import CLIPTokenizer
 
-from shapes import scenes
+from course.shapes import scenes
 from training.autoencoder import to_signed
 from training.loop import fit
 

@@ -19,8 +19,8 @@ import torch
 import transformers
 from tqdm import tqdm
 
+from course.shapes import judge, scenes
 from helpers import image_grid
-from shapes import judge, scenes
 from training import diffusion
 from training.pictures import save
 

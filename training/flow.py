@@ -25,11 +25,10 @@ import optax
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
-import flux2
-import stable_diffusion
-from flux2.layers import Parameter
-from flux2.tokenizer import Tokenizer
-from shapes import judge, scenes
+from course import flux2, sd
+from course.flux2.layers import Parameter
+from course.flux2.tokenizer import Tokenizer
+from course.shapes import judge, scenes
 from training import qwen
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,7 +215,7 @@ def prepare(folder: Path, recipe: Recipe) -> dict[str, np.ndarray]:
 
 def vae_parameters(mean: np.ndarray, variance: np.ndarray) -> dict[str, jax.Array]:
     """The VAE of ``shapes-sd``, with the batch norm's statistics."""
-    params, _, _ = stable_diffusion.load(ROOT / "checkpoints" / "shapes-sd")
+    params, _, _ = sd.load(ROOT / "checkpoints" / "shapes-sd")
     return params["vae"] | {
         "bn.running_mean": jnp.float32(mean),
         "bn.running_var": jnp.float32(variance),

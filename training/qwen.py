@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import Qwen2TokenizerFast
 
-from flux2.tokenizer import PADDING, TEMPLATE
+from course.flux2.tokenizer import PADDING, TEMPLATE
 from training.tokenizer import corpus
 
 MAX_LENGTH = 20  # tokens of a prompt, with the template around it: the longest caption has 20

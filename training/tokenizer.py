@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTokenizer
 from transformers.models.clip.tokenization_clip import bytes_to_unicode
 
-from shapes import scenes
+from course.shapes import scenes
 
 MAX_LENGTH = 77  # the length of every prompt in Stable Diffusion
 START, END = "<|startoftext|>", "<|endoftext|>"

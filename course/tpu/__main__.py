@@ -22,7 +22,7 @@ examples:
   python -m course.tpu sdxl --chip v6e --steps 20
                                                Stable Diffusion XL's, in half an hour
   python -m course.tpu shapes-sd --attention plain
-                                               the model of stable_diffusion in its place
+                                               the model of course.sd in its place
   python -m course.tpu jax.numpy:matmul --shapes "bf16[4096,4096]" "bf16[4096,4096]"
   python -m course.tpu --recorded              what was said about the real models, at once
 
@@ -63,7 +63,7 @@ def ask_about_function(name: str, shapes: list[str], chip: str, timeout: float |
 def ask_about_program(
     model: str, chip: str, settings: dict[str, object], timeout: float | None
 ) -> Answer:
-    """Ask about a pipeline, or about the model of ``stable_diffusion`` if the settings name one."""
+    """Ask about a pipeline, or about the model of ``course.sd`` if the settings name one."""
     tpu_devices(chip, settings.get("chips", 1))  # before anything that takes long
     program = Program(model, chip, **settings)
     if program.attention:
@@ -120,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     program.add_argument(
         "--attention",
-        help="of stable_diffusion: plain, dot_product or flash; without it, a pipeline",
+        help="of course.sd: plain, dot_product or flash; without it, a pipeline",
     )
     return parser
 

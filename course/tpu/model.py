@@ -1,4 +1,4 @@
-"""The model of ``stable_diffusion`` as programs to ask about, from its configuration alone."""
+"""The model of ``course.sd`` as programs to ask about, from its configuration alone."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from course.sd import (
+    ATTENTION,
+    Config,
+    denoise_step,
+    encode_condition,
+    generate,
+    parameter_shapes,
+    read_config,
+)
+from course.sd.layers import within
+from course.sd.parameters import declared_shapes
+from course.sd.samplers import SAMPLERS
+from course.sd.unet import Block, Condition, transformer, transformer_parameters
+from course.sd.vae import decode
 from course.tpu.chips import tpu_devices
 from course.tpu.programs import (
     DECODER,
@@ -18,20 +32,6 @@ from course.tpu.programs import (
     ask_pieces,
     find_folder,
 )
-from stable_diffusion import (
-    ATTENTION,
-    Config,
-    denoise_step,
-    encode_condition,
-    generate,
-    parameter_shapes,
-    read_config,
-)
-from stable_diffusion.layers import within
-from stable_diffusion.parameters import declared_shapes
-from stable_diffusion.samplers import SAMPLERS
-from stable_diffusion.unet import Block, Condition, transformer, transformer_parameters
-from stable_diffusion.vae import decode
 
 
 def load_config(model: str) -> Config:
@@ -56,7 +56,7 @@ def take_apart(program: Program) -> dict[str, Piece]:
 
 
 def take_whole(program: Program) -> Piece:
-    """``stable_diffusion.generate``, from token ids to images."""
+    """``course.sd.generate``, from token ids to images."""
     config = load_config(program.model)
 
     def draw(params, ids, negative_ids, latents, steps, guidance):

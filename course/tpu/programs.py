@@ -48,7 +48,7 @@ class Program:
     """What is drawn, and how: everything that the shapes of a program depend on.
 
     It is a diffusers pipeline's ``_generate``, pmapped; or, with an ``attention``, ``generate`` of
-    ``stable_diffusion``. A program has nothing left to a default: what is None is looked up in the
+    ``course.sd``. A program has nothing left to a default: what is None is looked up in the
     model's configuration files.
 
     Raises
@@ -68,10 +68,8 @@ class Program:
     dtype: str = "bfloat16"
     #: of a pipeline's attention; None for what the chapters take, which is True for XL
     split_head_dim: bool | None = None
-    attention: str | None = None  #: a name from ``stable_diffusion.ATTENTION``; None for a pipeline
-    decode_batch: int | None = (
-        None  #: images that ``stable_diffusion`` decodes at a time; None: all
-    )
+    attention: str | None = None  #: a name from ``course.sd.ATTENTION``; None for a pipeline
+    decode_batch: int | None = None  #: images that ``course.sd`` decodes at a time; None: all
 
     def __post_init__(self):
         if self.dtype not in ("bfloat16", "float32"):
@@ -82,7 +80,7 @@ class Program:
         if self.attention and (self.chips != 1 or self.split_head_dim is not None):
             raise ValueError("chips and split_head_dim are for pipelines: leave out the attention.")
         if self.decode_batch is not None and not self.attention:
-            raise ValueError("decode_batch is for stable_diffusion: give an attention, too.")
+            raise ValueError("decode_batch is for course.sd: give an attention, too.")
         folder = find_folder(self.model)
         unet = json.loads((folder / "unet" / "config.json").read_text(encoding="utf-8"))
         vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))

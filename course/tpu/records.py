@@ -52,7 +52,7 @@ def recorded_answers(**settings) -> list[Answer]:
     """The recorded answers, but only those on programs with these settings.
 
     They are in ``benchmarks/tpu``, on the pipelines (``attention`` is None), and in
-    ``benchmarks/tpu_pieces.json``, on the model of ``stable_diffusion``.
+    ``benchmarks/tpu_pieces.json``, on the model of ``course.sd``.
     """
     return [answer for answer in _read_all() if settings.items() <= vars(answer.program).items()]
 

@@ -139,7 +139,7 @@ async function run(name, ...inputs) {
   return results[session.outputNames[0]].data;
 }
 
-// ---- Drawing: DDIM (Song et al., 2020), as stable_diffusion/samplers.py has it
+// ---- Drawing: DDIM (Song et al., 2020), as course/sd/samplers.py has it
 
 async function draw({ caption, seed, steps, guidance }, signal, show) {
   const numbers = (values, shape) => new model.Tensor("float32", Float32Array.from(values), shape);

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stable_diffusion import Config, ScheduleConfig
-from stable_diffusion.configs import read_class
+from course.sd import Config, ScheduleConfig
+from course.sd.configs import read_class
 
 ROOT = Path(__file__).resolve().parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"

@@ -20,7 +20,7 @@ from diffusers.utils import convert_state_dict_to_kohya
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
-from shapes import scenes
+from course.shapes import scenes
 from tests.makers.common import CHECKPOINTS, FIXTURES
 from tests.makers.pipelines import build_pipeline
 

@@ -26,10 +26,10 @@ import transformers
 from diffusers.loaders import single_file_utils
 from safetensors.numpy import save_file
 
-import stable_diffusion
-from shapes import scenes
-from stable_diffusion import Config
-from stable_diffusion.convert import original_name, save
+from course import sd
+from course.sd import Config
+from course.sd.convert import original_name, save
+from course.shapes import scenes
 from tests.makers import common
 from tests.makers.common import CHECKPOINTS, FIXTURES, GUIDANCE
 from tests.makers.files import edit_json, single_file
@@ -257,14 +257,14 @@ def save_folders(latents: np.ndarray) -> tuple[dict, dict]:
     described = {}
     images = {}
     for name in ("shapes-sd", "shapes-sdxl"):
-        expected, _, _ = stable_diffusion.load(CHECKPOINTS / name)
+        expected, _, _ = sd.load(CHECKPOINTS / name)
         plain = draw(build_pipeline(name), latents)
         for kind, (options, variant) in KINDS.items():
             with tempfile.TemporaryDirectory() as place:
                 pipeline = build_pipeline(name).to(torch.float16 if variant else torch.float32)
                 pipeline.save_pretrained(place, **options)
                 files = list(Path(place).rglob("*.safetensors*"))
-                params, _, _ = stable_diffusion.load(place, variant=variant)
+                params, _, _ = sd.load(place, variant=variant)
                 print(f"{name}, {kind}: {len(files)} files")
                 dtype = np.float16 if variant else np.float32
                 rounded = jax.tree.map(lambda x, dtype=dtype: np.asarray(x, dtype), expected)
@@ -293,7 +293,7 @@ def load_what_we_save(latents: np.ndarray) -> None:
     """Let diffusers load folders that we save."""
     for name in ("shapes-sd", "shapes-sdxl"):
         source = CHECKPOINTS / name
-        params, _, _ = stable_diffusion.load(source)
+        params, _, _ = sd.load(source)
         with tempfile.TemporaryDirectory() as place:
             save(params, source, place)
             ours = load_folder(place)
@@ -306,7 +306,7 @@ def load_what_we_save(latents: np.ndarray) -> None:
 
 def like_sd2(source: Path, folder: Path) -> None:
     """Write a folder of a small Stable Diffusion 2, with the numbers of the bundled 1."""
-    params, _, _ = stable_diffusion.load(source)
+    params, _, _ = sd.load(source)
     save(params, source, folder)
     edit_json(folder / "text_encoder" / "config.json", lambda old: old | {"hidden_act": "gelu"})
 
@@ -324,8 +324,8 @@ def load_what_we_convert(latents: np.ndarray) -> None:
             if name == "sd2":
                 like_sd2(CHECKPOINTS / "shapes-sd", like)
             else:
-                save(stable_diffusion.load(CHECKPOINTS / name)[0], CHECKPOINTS / name, like)
-            params, config, _ = stable_diffusion.load(like)
+                save(sd.load(CHECKPOINTS / name)[0], CHECKPOINTS / name, like)
+            params, config, _ = sd.load(like)
             save_file(single_file(params, config) | marks, file)
             edit_json(
                 like / "scheduler" / "scheduler_config.json",
@@ -334,10 +334,10 @@ def load_what_we_convert(latents: np.ndarray) -> None:
             command = [sys.executable, "-m", "course.convert", file, out, "--like", like]
             subprocess.run([*command, "--dtype", "float16"], check=True)
             expected = draw(load_folder(out), latents) / 65535
-            params, config, tokenize = stable_diffusion.load(out)
+            params, config, tokenize = sd.load(out)
         negative_ids = None if config.is_xl else tokenize([""])
         inputs = tokenize(PROMPTS), jax.random.key(0), negative_ids, STEPS, GUIDANCE
-        found = jax.jit(stable_diffusion.generate, static_argnames=stable_diffusion.STATIC)(
+        found = jax.jit(sd.generate, static_argnames=sd.STATIC)(
             params, config, *inputs, np.moveaxis(latents, 1, -1)
         )
         error = 255 * np.abs(found - expected).max()

@@ -15,7 +15,7 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from stable_diffusion.weights import read_part, to_channels_first
+from course.sd.weights import read_part, to_channels_first
 from tests.makers.common import CHECKPOINTS
 
 MODULES = {

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from stable_diffusion.layers import Parameter, linear, linear_parameters, split_batch, within
+from course.sd.layers import Parameter, linear, linear_parameters, split_batch, within
 
 
 def plain(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool = False) -> jax.Array:
@@ -130,7 +130,7 @@ def find_attention(attention: str | Callable) -> Callable:
     if attention == "flash" and jax.default_backend() != "tpu":
         raise ValueError(
             f"The flash kernel runs on TPUs only, and this is a {jax.default_backend()}: choose "
-            "the attention 'plain', or give the function stable_diffusion.attention.flash to "
+            "the attention 'plain', or give the function course.sd.attention.flash to "
             "compile it for a TPU that is not here."
         )
     return ATTENTION[attention]

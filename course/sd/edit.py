@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stable_diffusion.configs import Config
-from stable_diffusion.parameters import check_parameters
-from stable_diffusion.pipeline import generate
-from stable_diffusion.samplers import mix_noise, sample
-from stable_diffusion.vae import encode
+from course.sd.configs import Config
+from course.sd.parameters import check_parameters
+from course.sd.pipeline import generate
+from course.sd.samplers import mix_noise, sample
+from course.sd.vae import encode
 
 
 def check_inputs(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from shapes import scenes
+from course.shapes import scenes
 
 # Distances between colours: black and white are 441 apart.
 NEAR_COLOR = 55.0  # how far a colour may be from the palette's

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from stable_diffusion.configs import Config
-from stable_diffusion.convert import name_unet
-from stable_diffusion.quantize import Quantized
-from stable_diffusion.text import EMBEDDINGS
-from stable_diffusion.tokenizer import Tokenizer
-from stable_diffusion.weights import (
+from course.sd.configs import Config
+from course.sd.convert import name_unet
+from course.sd.quantize import Quantized
+from course.sd.text import EMBEDDINGS
+from course.sd.tokenizer import Tokenizer
+from course.sd.weights import (
     check_numbers,
     map_safetensors,
     names_in_files,
@@ -94,7 +94,7 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
         kohya (``lora_unet_….lora_down.weight``) with or without convolutions, or by the names that
         diffusers had before (``….processor.to_q_lora.down.weight``).
     params, config : dict, Config
-        The model's, as ``stable_diffusion.load`` gives them. Shapes are enough, as of
+        The model's, as ``course.sd.load`` gives them. Shapes are enough, as of
         ``parameter_shapes``.
 
     Returns
@@ -487,7 +487,7 @@ def add_word(
     Parameters
     ----------
     params, config, tokenize : dict, Config, Tokenizer
-        From ``stable_diffusion.load``.
+        From ``course.sd.load``.
     word, like : str
         A new word, of letters and digits; and words that the model knows.
 
@@ -598,7 +598,7 @@ def read_embedding(
         ``emb_params``, as other programs do; or with ``clip_l`` and ``clip_g``, for Stable
         Diffusion XL. A word may stand for several tokens.
     params, config, tokenize : dict, Config, Tokenizer
-        From ``stable_diffusion.load``.
+        From ``course.sd.load``.
     word : str, optional
         What to call it in prompts. By default it is what the file says, or else the file's name.
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from flux2.configs import Config, read_config
-from flux2.parameters import model_parameters, parameter_shapes
-from flux2.text import LAYERS
-from flux2.tokenizer import Tokenizer, read_tokenizer
+from course.flux2.configs import Config, read_config
+from course.flux2.parameters import model_parameters, parameter_shapes
+from course.flux2.text import LAYERS
+from course.flux2.tokenizer import Tokenizer, read_tokenizer
 
 USABLE = ("F64", "F32", "F16", "BF16")  # dtypes by the names that files have for them
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flux2.configs import TextConfig
-from flux2.layers import (
+from course.flux2.configs import TextConfig
+from course.flux2.layers import (
     Parameter,
     attention,
     linear,

@@ -5,13 +5,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from stable_diffusion.attention import find_attention
-from stable_diffusion.configs import Config
-from stable_diffusion.parameters import check_parameters
-from stable_diffusion.samplers import sample
-from stable_diffusion.text import encode_text
-from stable_diffusion.unet import Condition, project_text, unet
-from stable_diffusion.vae import decode
+from course.sd.attention import find_attention
+from course.sd.configs import Config
+from course.sd.parameters import check_parameters
+from course.sd.samplers import sample
+from course.sd.text import encode_text
+from course.sd.unet import Condition, project_text, unet
+from course.sd.vae import decode
 
 # The arguments of generate that are built into a compiled program, as in
 # jax.jit(generate, static_argnames=STATIC). All others are inputs.
@@ -149,7 +149,7 @@ def denoise_step(
     guidance, unguided_below, attention, guided, guidance_axis
         As of ``generate``.
     remat : bool
-        As of ``stable_diffusion.unet.unet``.
+        As of ``course.sd.unet.unet``.
 
     Returns
     -------
@@ -226,9 +226,9 @@ def generate(
     unguided_below : float or jax.Array, optional
         The timestep of the training below which guidance is left out.
     sampler : str or callable, optional
-        See ``stable_diffusion.samplers.sample``; by default the model's own.
+        See ``course.sd.samplers.sample``; by default the model's own.
     attention : str or callable
-        See ``stable_diffusion.attention``.
+        See ``course.sd.attention``.
     height, width : int, optional
         Of the images in pixels; by default as in the training.
     guided : bool

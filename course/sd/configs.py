@@ -84,7 +84,7 @@ class VAEConfig:
 class ScheduleConfig:
     """What diffusers' schedulers have in common."""
 
-    sampler: str  # a name from ``stable_diffusion.SAMPLERS``
+    sampler: str  # a name from ``course.sd.SAMPLERS``
     num_train_timesteps: int = 1000
     beta_start: float = 0.0001
     beta_end: float = 0.02
@@ -124,7 +124,7 @@ class Config:
 
 INPAINTING = (
     "its UNet reads a picture and a mask beside the latents, which this one does not. Take the "
-    "model that it was made of: stable_diffusion.edit fills in what a mask leaves free with any "
+    "model that it was made of: course.sd.edit fills in what a mask leaves free with any "
     "of them."
 )
 PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")

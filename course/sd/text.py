@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from stable_diffusion import layers
-from stable_diffusion.attention import plain
-from stable_diffusion.configs import TextConfig
-from stable_diffusion.layers import (
+from course.sd import layers
+from course.sd.attention import plain
+from course.sd.configs import TextConfig
+from course.sd.layers import (
     Parameter,
     layer_norm,
     linear,

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from flux2.configs import Config
-from flux2.layers import Parameter
-from flux2.text import text_parameters
-from flux2.transformer import transformer_parameters
-from flux2.vae import vae_parameters
+from course.flux2.configs import Config
+from course.flux2.layers import Parameter
+from course.flux2.text import text_parameters
+from course.flux2.transformer import transformer_parameters
+from course.flux2.vae import vae_parameters
 
 # Each device has all parameters, and draws images of its own (data parallelism).
 DATA_PARALLEL = {}

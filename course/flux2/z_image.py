@@ -7,7 +7,7 @@ are not told the time.
 
 Model, names and numbers are those of Tongyi-MAI/Z-Image-Turbo on the Hub, whose text encoder is
 Qwen3-4B, and whose VAE is an ``AutoencoderKL`` of 16 channels. Only the transformer is here:
-``flux2.text`` reads other layers of Qwen3, and the VAE of ``stable_diffusion`` is another kind.
+``course.flux2.text`` reads other layers of Qwen3, and the VAE of ``course.sd`` is another kind.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flux2.layers import (
+from course.flux2.layers import (
     Parameter,
     attention,
     layer_norm,
@@ -28,7 +28,7 @@ from flux2.layers import (
     swiglu,
     within,
 )
-from flux2.transformer import rotate
+from course.flux2.transformer import rotate
 
 PATCH = 2  # latents high and wide, of which a token is made
 MULTIPLE = 32  # of which image and prompt fill up their numbers of tokens

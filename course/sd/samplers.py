@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stable_diffusion.configs import ScheduleConfig
+from course.sd.configs import ScheduleConfig
 
 
 class Point(NamedTuple):

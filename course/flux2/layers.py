@@ -5,7 +5,7 @@ layer's name in it, and of an input. A weight is (inputs, outputs), and a convol
 width, inputs, outputs): channels come last, as TPUs like it.
 
 What parameters a layer has is declared beside it: their shapes, and a *logical name* for each axis,
-from which ``flux2.parameters`` makes shardings.
+from which ``course.flux2.parameters`` makes shardings.
 """
 
 from collections.abc import Callable

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from stable_diffusion.configs import Config
-from stable_diffusion.layers import Parameter
-from stable_diffusion.text import text_parameters
-from stable_diffusion.unet import unet_parameters
-from stable_diffusion.vae import vae_parameters
+from course.sd.configs import Config
+from course.sd.layers import Parameter
+from course.sd.text import text_parameters
+from course.sd.unet import unet_parameters
+from course.sd.vae import vae_parameters
 
 # Rules: for a logical name the axis of a mesh. Axes whose names are not here stay whole.
 # Each device has all parameters, and draws images of its own (data parallelism).

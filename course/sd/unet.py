@@ -11,10 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stable_diffusion import layers
-from stable_diffusion.attention import attend, attention_parameters, keys_and_values
-from stable_diffusion.configs import UNetConfig
-from stable_diffusion.layers import (
+from course.sd import layers
+from course.sd.attention import attend, attention_parameters, keys_and_values
+from course.sd.configs import UNetConfig
+from course.sd.layers import (
     Parameter,
     conv,
     conv_parameters,
@@ -225,7 +225,7 @@ def unet(
     condition : Condition
         From ``project_text``.
     attention : str or callable
-        See ``stable_diffusion.attention``.
+        See ``course.sd.attention``.
     remat : bool
         Rematerialisation, for training: gradients need the activations inside of each block, and
         with this they are computed again in place of being kept.

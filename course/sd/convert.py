@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from stable_diffusion.configs import INPAINTING, Config, ScheduleConfig, read_config
-from stable_diffusion.parameters import parameter_shapes
-from stable_diffusion.weights import (
+from course.sd.configs import INPAINTING, Config, ScheduleConfig, read_config
+from course.sd.parameters import parameter_shapes
+from course.sd.weights import (
     check_numbers,
     map_safetensors,
     new_name,
@@ -468,7 +468,7 @@ def save(
     Parameters
     ----------
     params : dict
-        As ``stable_diffusion.load`` or ``read_single_file`` gives them.
+        As ``course.sd.load`` or ``read_single_file`` gives them.
     source : str or Path
         A folder in diffusers' format of the same model, for configurations and tokenizers. They may
         be Flax'. The safety checker, if it has one, is left out.

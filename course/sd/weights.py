@@ -18,9 +18,9 @@ import numpy as np
 from flax.serialization import msgpack_restore
 from safetensors import SafetensorError, safe_open
 
-from stable_diffusion.configs import Config, read_config
-from stable_diffusion.parameters import parameter_shapes
-from stable_diffusion.tokenizer import Tokenizer, read_tokenizer
+from course.sd.configs import Config, read_config
+from course.sd.parameters import parameter_shapes
+from course.sd.tokenizer import Tokenizer, read_tokenizer
 
 # How safetensors call dtypes. A file may have any of them: only what a model uses has to be floats
 # of 16 bits or more.
@@ -135,7 +135,7 @@ def load(
         any case.
     sharding : jax.sharding.Sharding or dict, optional
         Where parameters lie: a sharding for all, or one for each, as
-        ``stable_diffusion.parameters.shardings`` gives them.
+        ``course.sd.parameters.shardings`` gives them.
     variant : str, optional
         The word that the files have in their names, such as "fp16".
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flux2 import sampler, text, transformer, vae
-from flux2.configs import Config
+from course.flux2 import sampler, text, transformer, vae
+from course.flux2.configs import Config
 
 REFERENCE_DISTANCE = 10  # of a reference image from the image, on the first axis of positions
 

@@ -82,7 +82,7 @@ class Quantized:
         return (y * scale * self.scale).astype(self.dtype)
 
     def convolve(self, x: jax.Array, stride: int, padding: tuple[int, int]) -> jax.Array:
-        """A convolution of (batch, height, width, inputs), see ``stable_diffusion.layers.conv``.
+        """A convolution of (batch, height, width, inputs), see ``course.sd.layers.conv``.
 
         A pixel is multiplied by its neighbours' weights, too, so all of an image have one scale. It
         is written as a product of matrices: each pixel gets its neighbours' channels beside its own
@@ -118,7 +118,7 @@ def quantize(
     Parameters
     ----------
     parameters : dict
-        The UNet's by name, such as ``params["unet"]`` of ``stable_diffusion.load``. If there is a
+        The UNet's by name, such as ``params["unet"]`` of ``course.sd.load``. If there is a
         LoRA for the model, merge it first.
     layers : str
         Which layers: a name in ``LAYERS``.

@@ -5,7 +5,7 @@ it, and an input ``x``. Channels come last: images are (batch, height, width, ch
 computes in the dtype of its parameters.
 
 What parameters a layer has is declared by a second function beside it, ``linear_parameters`` for
-``linear``: their shapes, and a *logical name* for each axis. ``stable_diffusion.parameters`` has
+``linear``: their shapes, and a *logical name* for each axis. ``course.sd.parameters`` has
 rules that say over which devices the axes of a name are split.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from stable_diffusion.quantize import Quantized
+from course.sd.quantize import Quantized
 
 
 class Parameter(NamedTuple):

@@ -1,7 +1,7 @@
 """Stable Diffusion 1, 2 and XL in plain JAX: functions of dictionaries of parameters."""
 
-from stable_diffusion.attention import ATTENTION
-from stable_diffusion.configs import (
+from course.sd.attention import ATTENTION
+from course.sd.configs import (
     Config,
     ScheduleConfig,
     TextConfig,
@@ -9,7 +9,7 @@ from stable_diffusion.configs import (
     VAEConfig,
     read_config,
 )
-from stable_diffusion.parameters import (
+from course.sd.parameters import (
     DATA_PARALLEL,
     FULLY_SHARDED,
     TENSOR_PARALLEL,
@@ -17,15 +17,15 @@ from stable_diffusion.parameters import (
     parameter_shapes,
     shardings,
 )
-from stable_diffusion.pipeline import (
+from course.sd.pipeline import (
     STATIC,
     denoise_step,
     encode_condition,
     encode_prompts,
     generate,
 )
-from stable_diffusion.samplers import SAMPLERS
-from stable_diffusion.weights import load
+from course.sd.samplers import SAMPLERS
+from course.sd.weights import load
 
 __all__ = [
     "ATTENTION",

@@ -7,8 +7,8 @@ one token, whose channels the batch norm's statistics bring to the mean 0 and th
 import jax
 import jax.numpy as jnp
 
-from flux2.configs import VAEConfig
-from flux2.layers import (
+from course.flux2.configs import VAEConfig
+from course.flux2.layers import (
     Parameter,
     attention,
     conv,

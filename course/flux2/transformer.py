@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flux2.configs import TransformerConfig
-from flux2.layers import (
+from course.flux2.configs import TransformerConfig
+from course.flux2.layers import (
     Parameter,
     attention,
     layer_norm,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from stable_diffusion.attention import attend, attention_parameters, keys_and_values
-from stable_diffusion.configs import VAEConfig
-from stable_diffusion.layers import (
+from course.sd.attention import attend, attention_parameters, keys_and_values
+from course.sd.configs import VAEConfig
+from course.sd.layers import (
     Parameter,
     conv,
     conv_parameters,

@@ -1,14 +1,14 @@
 """FLUX.2-klein in plain JAX: functions of dictionaries of parameters."""
 
-from flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
-from flux2.parameters import (
+from course.flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
+from course.flux2.parameters import (
     DATA_PARALLEL,
     TENSOR_PARALLEL,
     model_parameters,
     parameter_shapes,
     shardings,
 )
-from flux2.pipeline import (
+from course.flux2.pipeline import (
     STATIC,
     denoise,
     encode_images,
@@ -18,10 +18,10 @@ from flux2.pipeline import (
     random_tokens,
     text_positions,
 )
-from flux2.sampler import euler, shift_by_size, times
-from flux2.transformer import velocity
-from flux2.vae import decode
-from flux2.weights import load
+from course.flux2.sampler import euler, shift_by_size, times
+from course.flux2.transformer import velocity
+from course.flux2.vae import decode
+from course.flux2.weights import load
 
 __all__ = [
     "DATA_PARALLEL",

@@ -1,0 +1,1 @@
+"""What both models are made of, in plain JAX: functions of dictionaries of parameters."""
