@@ -140,18 +140,17 @@ def test_a_jax_that_is_newer_than_what_was_tested_does_not_stop_it(pretend, caps
 
 @pytest.fixture
 def clone(tmp_path):
-    """A repository with the files that name the course's own, and the tools."""
-    name = set_repo.stamped_repository().encode()
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=set_repo.ROOT, check=True, capture_output=True, text=True
-    ).stdout
-    for file in map(Path, tracked.splitlines()):
-        if file.parts[0] == "tools" or name in (set_repo.ROOT / file).read_bytes():
-            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(set_repo.ROOT / file, tmp_path / file)
+    """A repository with all texts of this one."""
+    for file in set_repo.read_tracked():
+        copy = tmp_path / file.relative_to(set_repo.ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
     for command in (["init", "--quiet"], ["add", "."]):
         subprocess.run(["git", *command], cwd=tmp_path, check=True)
     return tmp_path
+
+
+OWN = os.environ | {"PYTHONPATH": ""}  # with which a copy runs its own tools
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -161,30 +160,43 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def run_set_repo(folder: Path, name: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "tools.set_repo", name]
-    return subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True
-    )
+    return subprocess.run(command, cwd=folder, env=OWN, capture_output=True, text=True)
 
 
 def test_a_name_is_written_everywhere_and_can_be_taken_out(clone):
+    # In parts, or this file would name them before they are written.
+    one, other = "/".join(("somebody", "course")), "/".join(("e", "course-2"))
     before = contents(clone)
-    assert run_set_repo(clone, "somebody/course").returncode == 0
+    assert run_set_repo(clone, one).returncode == 0
     first = contents(clone)
-    places = {str(path) for path, text in first.items() if b"somebody/course" in text}
+    places = {str(path) for path, text in first.items() if one.encode() in text}
     assert {"README.md", "pyproject.toml", "environment.yml", "CITATION.cff"} < places
     assert {f"notebooks/{path.name}" for path in CHAPTERS} < places
     assert not any(set_repo.stamped_repository().encode() in text for text in first.values())
-    run_set_repo(clone, "somebody/course-2")  # in which the name before is contained
+    run_set_repo(clone, other)
     assert contents(clone) == {
-        path: text.replace(b"somebody/course", b"somebody/course-2") for path, text in first.items()
+        path: text.replace(one.encode(), other.encode()) for path, text in first.items()
     }
+    for command in (["ruff", "check", "--no-cache", "."], ["tools.translations", "--check"]):
+        ran = subprocess.run(
+            [sys.executable, "-m", *command], cwd=clone, env=OWN, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stdout
     run_set_repo(clone, set_repo.stamped_repository())
+    assert contents(clone) == before
+
+
+def test_the_name_of_a_repository_that_texts_link_to_is_refused(clone):
+    before = contents(clone)
+    result = run_set_repo(clone, "jax-ml/jax")
+    assert result.returncode == 2
+    assert "already name jax-ml/jax" in result.stderr
     assert contents(clone) == before
 
 
 def test_a_name_that_is_no_repository_changes_nothing(clone):
     before = contents(clone)
-    result = run_set_repo(clone, "https://github.com/somebody/course")
+    result = run_set_repo(clone, "https://github.com/somebody/a-course")
     assert result.returncode == 2
     assert 'give it as "owner/name"' in result.stderr
     assert contents(clone) == before

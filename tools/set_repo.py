@@ -13,12 +13,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GITHUB = "https://github.com/"
+PLACEHOLDER = "/".join(("OWNER", "COURSE"))  # in two parts, so that this line is never replaced
+# What a repository's name stands behind in an address; elsewhere it is a word by itself.
+BEFORE = r"(?:(?<=github\.com/)|(?<=/github/)|(?<=/gh/)|(?<![\w./-]))"
 
 
 def stamped_repository() -> str:
     """The repository's name, or the placeholder, as pyproject.toml has it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return project["urls"]["Repository"].removeprefix(GITHUB)
+
+
+def replace_name(text: str, old: str, new: str) -> tuple[str, int]:
+    """Return a text with one repository's name in the place of another, and how often it changed.
+
+    Only whole names are replaced: that of ``me/course`` stays as it is in ``name/course`` and in
+    ``me/course-2``.
+
+    >>> replace_name("https://github.com/me/course.git, some/course", "me/course", "you/course")
+    ('https://github.com/you/course.git, some/course', 1)
+    """
+    return re.subn(rf"{BEFORE}{re.escape(old)}(?![\w-])", lambda _: new, text)
 
 
 def launch_links(repository: str, chapter: str) -> list[tuple[str, str]]:
@@ -29,6 +44,20 @@ def launch_links(repository: str, chapter: str) -> list[tuple[str, str]]:
         ("Kaggle", f"https://kaggle.com/kernels/welcome?src={GITHUB}{path}"),
         ("Binder", f"https://mybinder.org/v2/gh/{repository}/main?labpath=notebooks/{chapter}"),
     ]
+
+
+def read_tracked() -> dict[Path, str]:
+    """Return the texts that git tracks, by their files, with their own ends of lines."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    texts = {}
+    for name in filter(None, tracked.split("\0")):
+        try:
+            texts[ROOT / name] = (ROOT / name).read_bytes().decode()
+        except UnicodeDecodeError:  # a picture, or weights
+            continue
+    return texts
 
 
 def main() -> None:
@@ -44,19 +73,21 @@ def main() -> None:
         parser.error(
             f'{new!r} is not a repository: give it as "owner/name", without https:// and github.com'
         )
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    texts = read_tracked()
+    if new not in (old, PLACEHOLDER):
+        others = [str(file) for file, text in texts.items() if replace_name(text, new, "")[1]]
+        if others:
+            parser.error(
+                f"{', '.join(others[:3])} already name {new}, as a place of somebody else's: give "
+                "the repository of this course"
+            )
     named = 0
-    for name in filter(None, tracked.split("\0")):
-        file = ROOT / name
-        before = file.read_bytes()
-        after = before.replace(old.encode(), new.encode())
-        if new.encode() in after:
-            named += 1
+    for file, before in texts.items():
+        after, times = replace_name(before, old, new)
+        named += times > 0
         # A new pyproject.toml, even with the same text, would make `make` install again.
         if after != before:
-            file.write_bytes(after)
+            file.write_text(after, encoding="utf-8", newline="")
     print(f"{named} files name the repository {new}.")
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import nbformat
 
-from tools.set_repo import stamped_repository
+from tools.set_repo import PLACEHOLDER, replace_name, stamped_repository
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGE = "zh-CN"
@@ -98,7 +98,8 @@ def hashes_of(english: Path) -> dict[str, str]:
     here = stamped_repository()
     hashes = {}
     for name, text in texts.items():
-        hashes[name] = hashlib.sha256(text.replace(here, "OWNER/COURSE").encode()).hexdigest()
+        unstamped, _ = replace_name(text, here, PLACEHOLDER)
+        hashes[name] = hashlib.sha256(unstamped.encode()).hexdigest()
     return hashes
 
 
