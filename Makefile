@@ -41,11 +41,12 @@ CHECK_PYTHON := $(PYTHON) -c 'import sys; \
 	@touch $@
 	@echo "Installed."
 
-# One chapter at a time, because an accelerator serves one program at a time. On a CPU, WORKERS=2 takes half of the time.
+# Two chapters at a time on a CPU, and one on an accelerator; WORKERS=1 says it.
+COUNT_WORKERS := $(BIN)/python -c "from tools.chapters import count_workers; print(count_workers())"
 run: .venv/installed  ## execute the chapters, and show their pictures on a page (CHAPTERS=notebooks/04_*.ipynb for some)
 	@mkdir -p $(EXECUTED) && cp $(CHOSEN) $(EXECUTED)
 	@status=0; \
-	$(NBMAKE) $(addprefix --numprocesses=,$(WORKERS)) $(addprefix $(EXECUTED)/,$(notdir $(wildcard $(CHOSEN)))) || status=$$?; \
+	$(NBMAKE) --numprocesses=$(or $(WORKERS),$$($(COUNT_WORKERS))) $(addprefix $(EXECUTED)/,$(notdir $(wildcard $(CHOSEN)))) || status=$$?; \
 	$(BIN)/python -m tools.chapters; \
 	exit $$status
 

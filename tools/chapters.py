@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import nbformat
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -26,6 +27,20 @@ img { max-width: 100% }
 </style>
 <h1>Stable Diffusion in JAX: what the chapters drew</h1>
 """
+
+
+# The files by which Linux offers TPU chips and NVIDIA's GPUs. JAX takes ten seconds to say.
+ACCELERATORS = ("accel[0-9]*", "vfio/[0-9]*", "nvidia[0-9]*")
+
+
+def count_workers() -> int:
+    """Return how many chapters to execute at a time: two on a CPU with room for them, or one.
+
+    An accelerator serves one program at a time, and a chapter takes up to 2 GB of memory.
+    """
+    has_accelerator = any(list(Path("/dev").glob(name)) for name in ACCELERATORS)
+    has_room = psutil.cpu_count() > 1 and psutil.virtual_memory().available > 4e9
+    return 2 if has_room and not has_accelerator else 1
 
 
 def find_problem(notebook) -> str | None:
