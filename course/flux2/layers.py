@@ -123,38 +123,12 @@ def attention(
     # softmax, so that the scores of all heads are never in memory.
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     query = query * channels**-0.5
-    if mask is not None and mask.shape[2] == 1:
-        query, key = hide_keys(query, key, mask)
-        mask = None
     scores = jnp.einsum("bhqd,bhkd->bhqk", query, key, preferred_element_type=jnp.float32)
     if mask is not None:
         scores = jnp.where(mask, scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     y = jnp.einsum("bhqk,bhkd->bhqd", weights, value)
     return y.swapaxes(1, 2).reshape(batch, tokens, -1)
-
-
-def hide_keys(query: jax.Array, key: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys with a channel more, whose product takes hidden keys far below all others.
-
-    A mask on the scores would do the same. But with one, the TPU compiler does not fuse attention.
-
-    Parameters
-    ----------
-    query, key : jax.Array
-        (batch, heads, tokens, channels).
-    mask : jax.Array
-        Which keys are seen: bool, (batch or 1, 1, 1, keys).
-
-    Returns
-    -------
-    query, key : jax.Array
-        (batch, heads, tokens, channels + 1).
-    """
-    one = jnp.ones_like(query[..., :1])
-    hidden = jnp.where(mask, 0, -1e30).astype(key.dtype).swapaxes(2, 3)
-    hidden = jnp.broadcast_to(hidden, (*key.shape[:-1], 1))
-    return jnp.concatenate([query, one], axis=-1), jnp.concatenate([key, hidden], axis=-1)
 
 
 def conv_parameters(inputs: int, outputs: int, size: int = 3) -> dict[str, Parameter]:
