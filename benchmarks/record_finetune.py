@@ -33,7 +33,8 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
-from course import finetune, sd
+from course import sd
+from course.finetune import photos, training
 from course.sd import lora
 from course.shapes import judge, scenes
 from helpers import bundled_checkpoint
@@ -121,14 +122,14 @@ def fixed_losses(file: Path | None) -> dict[str, list[float]]:
     else:
         params, config, tokenize = lora.add_word(params, config, tokenize, SHAPE, "star")
         trained = {"lora": {}}
-    loss_at = jax.jit(finetune.loss_at, static_argnames="config")
+    loss_at = jax.jit(training.loss_at, static_argnames="config")
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, examples in LOSSES.items():
             scenes.write_folder(examples, Path(folder) / name)
             side = config.unet.sample_size * config.pixels_per_latent
-            images = finetune.read_folder(Path(folder) / name, side, side)
-            data = finetune.make_data(params, config, tokenize, images, word=True)
+            images = photos.read_folder(Path(folder) / name, side, side)
+            data = training.make_data(params, config, tokenize, images, word=True)
             losses = [loss_at(t, trained, params, data, config) for t in TIMESTEPS]
             found[name] = [round(float(loss), 4) for loss in losses]
     return found

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from benchmarks.common import FOLDER, make_parser, name_of, read_json, work_through, write_json
-from course import finetune
+from course.finetune import training
 from course.sd import ATTENTION, parameter_shapes
 from course.tpu import Report, ask_compiler, tpu_devices
 from course.tpu.model import array, load_config
@@ -49,7 +49,7 @@ def ask(
 ) -> Report:
     """The report on a step: UNet and text encoders are in bfloat16, the LoRA in float32."""
     config = load_config(model)
-    recipe = finetune.Recipe(
+    recipe = training.Recipe(
         layers=layers,
         batch=batch,
         rehearsed=batch // 4,
@@ -58,19 +58,19 @@ def ask(
     )
     has_word = not config.is_xl
     # What the others do is done before training begins.
-    params = finetune.trained_parts(parameter_shapes(config, "bfloat16"), has_word)
-    state = jax.eval_shape(lambda params: finetune.init_state(params, recipe, has_word), params)
+    params = training.trained_parts(parameter_shapes(config, "bfloat16"), has_word)
+    state = jax.eval_shape(lambda params: training.init_state(params, recipe, has_word), params)
     side = config.unet.sample_size
     encoders = len(config.text)
     tokens = config.text[0].max_position_embeddings
     if has_word:
         texts = array(EXAMPLES, encoders, tokens, dtype="int32")
     else:
-        texts = finetune.Encoded(
+        texts = training.Encoded(
             array(EXAMPLES, tokens, config.unet.cross_attention_dim, dtype="bfloat16"),
             array(EXAMPLES, config.text[-1].projection_dim, dtype="bfloat16"),
         )
-    data = finetune.Data(
+    data = training.Data(
         latents=array(EXAMPLES, side, side, config.unet.in_channels, dtype="float32"),
         caption=array(EXAMPLES, dtype="int32"),
         texts=texts,
@@ -78,7 +78,7 @@ def ask(
         prior_weight=array(dtype="float32"),
     )
     mesh = Mesh(np.array(tpu_devices(chip)), ("data",), axis_types=(AxisType.Auto,))
-    step = finetune.compile_step(config, recipe, mesh)
+    step = training.compile_step(config, recipe, mesh)
     return ask_compiler(step, state, params, data, chip=chip)
 
 

@@ -24,7 +24,9 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import record_finetune
-from course import finetune, sd
+from course import sd
+from course.finetune import photos, training
+from course.finetune.__main__ import main
 from course.sd import convert, lora
 from course.shapes import judge, scenes
 from helpers import bundled_checkpoint
@@ -32,7 +34,7 @@ from helpers import bundled_checkpoint
 SOURCE = Path(bundled_checkpoint("shapes-sd").source)
 SHIPPED = SOURCE.parent / "taught" / "bowtie.safetensors"
 FIXTURES = Path(__file__).parent / "fixtures"
-RECIPE = finetune.Recipe(rank=2, steps=4, batch=8, rehearsed=2, seed=3)
+RECIPE = training.Recipe(rank=2, steps=4, batch=8, rehearsed=2, seed=3)
 WORD = ["--word", "bowtie", "--like", "star"]
 
 
@@ -80,9 +82,9 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def lesson(small, folders):
     """The small model with the new word, its configuration, and the examples."""
-    params, config, tokenize = finetune.add_word(*sd.load(small), "bowtie", "star")
-    new, old = (finetune.read_folder(folders / name, 64, 64) for name in ("new", "old"))
-    return params, config, finetune.make_data(params, config, tokenize, new, old, word=True)
+    params, config, tokenize = lora.add_word(*sd.load(small), "bowtie", "star")
+    new, old = (photos.read_folder(folders / name, 64, 64) for name in ("new", "old"))
+    return params, config, training.make_data(params, config, tokenize, new, old, word=True)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +96,9 @@ def study(lesson):
     def study(devices=1, recipe=RECIPE, saver=None, fail_at=None, **options):
         mesh = Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(AxisType.Auto,))
         if (devices, recipe) not in steps:
-            steps[devices, recipe] = finetune.compile_step(config, recipe, mesh)
+            steps[devices, recipe] = training.compile_step(config, recipe, mesh)
         state, *placed = jax.device_put(
-            (finetune.init_state(params, recipe, True), params, data), NamedSharding(mesh, P())
+            (training.init_state(params, recipe, True), params, data), NamedSharding(mesh, P())
         )
         if saver:
             state = saver.restore(state)
@@ -106,7 +108,7 @@ def study(lesson):
                 raise SystemExit("killed")
             return steps[devices, recipe](state, *inputs)
 
-        return finetune.train(step, state, *placed, saver=saver, **options)
+        return training.train(step, state, *placed, saver=saver, **options)
 
     return study
 
@@ -124,14 +126,14 @@ def test_losses_depend_neither_on_the_devices_nor_on_what_is_computed_twice(stud
 
 def test_with_rematerialisation_less_is_kept_for_the_gradients(lesson):
     params, config, data = lesson
-    trained = finetune.init_state(params, RECIPE, True).trained
-    batch = finetune.draw_batch(jax.random.key(0), config, RECIPE, data)
+    trained = training.init_state(params, RECIPE, True).trained
+    batch = training.draw_batch(jax.random.key(0), config, RECIPE, data)
 
     def kept(recipe):
         """How many numbers the way back needs of the way forward."""
 
         def backward(trained):
-            loss = partial(finetune.loss_fn, config=config, recipe=recipe)
+            loss = partial(training.loss_fn, config=config, recipe=recipe)
             return jax.vjp(lambda trained: loss(trained, params, batch), trained)[1]
 
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(backward, trained)))
@@ -141,33 +143,33 @@ def test_with_rematerialisation_less_is_kept_for_the_gradients(lesson):
 
 def test_a_batch_is_filled_up_with_examples_that_do_not_count(lesson):
     _, config, data = lesson
-    batch = finetune.draw_batch(jax.random.key(0), config, RECIPE, data)
-    filled = finetune.fill_up(batch, 3)
+    batch = training.draw_batch(jax.random.key(0), config, RECIPE, data)
+    filled = training.fill_up(batch, 3)
     assert filled.weights.tolist() == [1] * 8 + [0]
     assert all(len(x) == 9 for x in filled)
     assert same(jax.tree.map(lambda x: x[:8], filled), batch)
-    assert same(finetune.fill_up(batch, 4), batch)
+    assert same(training.fill_up(batch, 4), batch)
 
 
 def test_only_the_last_examples_of_a_batch_are_rehearsed(lesson):
     _, config, data = lesson
     numbered = data._replace(latents=jnp.arange(8.0).reshape(-1, 1, 1, 1))
     for seed in range(20):
-        batch = finetune.draw_batch(jax.random.key(seed), config, RECIPE, numbered)
+        batch = training.draw_batch(jax.random.key(seed), config, RECIPE, numbered)
         chosen = batch.latents.flatten()
         assert (chosen[:6] < data.new).all() and (chosen[6:] >= data.new).all()
     nothing_old = numbered._replace(new=jnp.int32(8))
-    batch = finetune.draw_batch(jax.random.key(0), config, RECIPE, nothing_old)
+    batch = training.draw_batch(jax.random.key(0), config, RECIPE, nothing_old)
     assert (batch.latents.flatten() < 8).all()
 
 
 def test_training_changes_what_it_should_and_nothing_else(study, lesson):
     params, _, _ = lesson
-    before, after = finetune.init_state(params, RECIPE, True), study(1)
+    before, after = training.init_state(params, RECIPE, True), study(1)
     assert int(after.step) == RECIPE.steps
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), after.trained, before.trained)
     assert jax.tree.all(moved)
-    full = finetune.insert_trained(params, before.trained)
+    full = training.insert_trained(params, before.trained)
     assert full["vae"] is params["vae"]
     products = [pair.product for pair in before.trained["lora"]["unet"].values()]
     assert all((product == 0).all() for product in products), "at first the model is what it was"
@@ -177,10 +179,10 @@ def test_training_changes_what_it_should_and_nothing_else(study, lesson):
 def test_a_run_killed_at_any_step_and_resumed_ends_in_the_same_bits(
     study, lesson, tmp_path, fail_at
 ):
-    about = finetune.describe(lesson[0], RECIPE, lesson[2])
+    about = training.describe(lesson[0], RECIPE, lesson[2])
     with pytest.raises(SystemExit):
-        study(saver=finetune.Saver(tmp_path, about), fail_at=fail_at, every=2)
-    resumed = study(saver=finetune.Saver(tmp_path, about), every=2)
+        study(saver=training.Saver(tmp_path, about), fail_at=fail_at, every=2)
+    resumed = study(saver=training.Saver(tmp_path, about), every=2)
     assert same(resumed, study())
 
 
@@ -206,16 +208,16 @@ def test_the_command_is_killed_and_goes_on(small, folders, tmp_path):
     assert re.search(r"from step (10|20|30) on", done.stdout)
     params, config, tokenize = lora.read_word(file, *sd.load(small))
     pairs = lora.read_lora(file, params, config)
-    assert pairs["unet"].keys() == finetune.start_lora(params, finetune.Recipe())["unet"].keys()
+    assert pairs["unet"].keys() == training.start_lora(params, training.Recipe())["unet"].keys()
     assert all(np.asarray(pair.up).any() for pair in pairs["unet"].values()), (
         "convolutions have learned, too"
     )
-    tokens, channels = params["text_encoder"][finetune.EMBEDDINGS].shape
+    tokens, channels = params["text_encoder"][training.EMBEDDINGS].shape
     assert load_file(lora.word_file(file))["bowtie"].shape == (channels,)
     assert tokenize(["a bowtie"])[0, 0, 2] == tokens - 1
 
 
-def photos(folder):
+def write_photos(folder):
     """A folder of pictures as people have them; all are red on the left and blue on the right."""
     folder.mkdir()
     pixels = np.zeros((64, 64, 3), np.uint8)
@@ -237,8 +239,8 @@ def photos(folder):
 
 def test_photos_are_read_as_people_have_them(tmp_path, capsys):
     """Turned, of other sizes and shapes; transparent, grey and with 16 bits."""
-    folder = photos(tmp_path / "photos")
-    images, captions = finetune.read_folder(folder, 64, 64, "a photo")
+    folder = write_photos(tmp_path / "photos")
+    images, captions = photos.read_folder(folder, 64, 64, "a photo")
     assert captions == ["a photo"] * 4
     assert images.shape == (4, 64, 64, 3) and images.dtype == np.float32
     for image in images:
@@ -254,16 +256,16 @@ def test_photos_are_read_as_people_have_them(tmp_path, capsys):
     small = Image.new("P", (32, 32), 0)
     small.putpalette([10, 20, 30] * 256)
     small.save(folder / "small.png")
-    images, _ = finetune.read_folder(folder, 64, 64, "a photo")
+    images, _ = photos.read_folder(folder, 64, 64, "a photo")
     colors = [image[0, 0] * 255 for image in images]
     np.testing.assert_allclose(colors, [[128] * 3, [128] * 3, [10, 20, 30], [255] * 3], atol=0.6)
     assert "1 of 4 images in" in capsys.readouterr().out
 
 
 def test_captions_stand_beside_pictures_or_are_one_for_all(tmp_path):
-    folder = photos(tmp_path / "photos")
+    folder = write_photos(tmp_path / "photos")
     (folder / "phone.txt").write_text("\ufeffein Foto,\nschön\n", encoding="utf-8")
-    _, captions = finetune.read_folder(folder, 64, 64, "a photo")
+    _, captions = photos.read_folder(folder, 64, 64, "a photo")
     # Files in the order of their names: large, phone, plain, wide.
     assert captions == ["a photo", "ein Foto, schön", "a photo", "a photo"]
 
@@ -333,7 +335,7 @@ def test_a_bad_folder_of_images_is_refused_in_a_sentence(folders, tmp_path, how)
     spoil, message = BAD_FOLDERS[how]
     spoil(Path(shutil.copytree(folders / "new", tmp_path / "new")))
     with pytest.raises((FileNotFoundError, ValueError), match=message) as refused:
-        finetune.read_folder(tmp_path / "new", 64, 64)
+        photos.read_folder(tmp_path / "new", 64, 64)
     assert "\n" not in str(refused.value)
 
 
@@ -360,39 +362,39 @@ BAD_COMMANDS = {
 
 
 def test_the_file_has_to_be_called_as_other_programs_want_it(small, folders, tmp_path, capsys):
-    assert finetune.main(command(small, folders, tmp_path / "lora.pt")[3:]) == 1
+    assert main(command(small, folders, tmp_path / "lora.pt")[3:]) == 1
     assert "lora.pt is no name for a LoRA" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", BAD_COMMANDS)
 def test_a_bad_command_ends_in_a_sentence(small, folders, tmp_path, capsys, how):
     options, message = BAD_COMMANDS[how]
-    assert finetune.main(command(small, folders, tmp_path / "lora.safetensors", *options)[3:]) == 1
+    assert main(command(small, folders, tmp_path / "lora.safetensors", *options)[3:]) == 1
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
 
 
 def test_a_state_of_something_else_is_not_resumed(study, lesson, small, tmp_path):
-    about = finetune.describe(lesson[0], RECIPE, lesson[2])
-    study(saver=finetune.Saver(tmp_path, about), until=2)
+    about = training.describe(lesson[0], RECIPE, lesson[2])
+    study(saver=training.Saver(tmp_path, about), until=2)
     with pytest.raises(
         ValueError, match="with rank = 2, and now it is 4: give what it was, a different FILE"
     ):
-        finetune.Saver(
-            tmp_path, finetune.describe(lesson[0], dataclasses.replace(RECIPE, rank=4), lesson[2])
+        training.Saver(
+            tmp_path, training.describe(lesson[0], dataclasses.replace(RECIPE, rank=4), lesson[2])
         )
     other, *_ = sd.load(SOURCE)
-    pairs = jax.tree.map(lambda matrix: matrix + 1e-3, finetune.start_lora(lesson[0], RECIPE))
+    pairs = jax.tree.map(lambda matrix: matrix + 1e-3, training.start_lora(lesson[0], RECIPE))
     name, pair = next(iter(pairs["unet"].items()))
     merged = lora.merge(lesson[0], {"unet": {name: pair}})
     for different in (other, merged):
         with pytest.raises(ValueError, match="of other parameters of the model"):
-            finetune.Saver(tmp_path, finetune.describe(different, RECIPE, lesson[2]))
+            training.Saver(tmp_path, training.describe(different, RECIPE, lesson[2]))
 
 
 def test_a_word_is_one_token_wherever_it_stands():
     params, config, tokenize = sd.load(SOURCE)
-    _, its_config, with_word = finetune.add_word(params, config, tokenize, "bowtie", "star")
+    _, its_config, with_word = lora.add_word(params, config, tokenize, "bowtie", "star")
     number = its_config.text[0].vocab_size - 1
     assert number == config.text[0].vocab_size
     prompts = [
@@ -411,7 +413,7 @@ def test_a_word_is_one_token_wherever_it_stands():
     with pytest.warns(UserWarning, match="A prompt has 80 tokens, and 75 are read: not 'bowtie"):
         assert with_word(["bowtie " * 80])[0, 0, -1] == star[0, 0, -1]
     with pytest.raises(ValueError, match="gets no new word here"):
-        finetune.add_word(*sd.load(SOURCE.parent / "shapes-sdxl"), "bowtie", "star")
+        lora.add_word(*sd.load(SOURCE.parent / "shapes-sdxl"), "bowtie", "star")
 
 
 def test_the_word_of_a_different_model_is_refused(tmp_path):
@@ -432,31 +434,31 @@ def test_text_encoders_that_do_not_train_run_once_and_xl_has_zeros_for_no_captio
     params, config, tokenize = sd.load(SOURCE.parent / "shapes-sdxl")
     captions = ["a red heart", "a star", "a red heart", ""]
     images = np.zeros((4, 64, 64, 3), np.float32)
-    data = finetune.make_data(params, config, tokenize, (images, captions), word=False)
+    data = training.make_data(params, config, tokenize, (images, captions), word=False)
     assert data.caption.tolist() == [1, 2, 1, 0]
     expected = sd.encode_prompts(params, config, tokenize(["a red heart", "a star"]))
     for found, wanted in zip(data.texts, expected, strict=True):
         assert not found[0].any()
         np.testing.assert_allclose(found[1:], wanted, atol=1e-5)
 
-    unet = finetune.trained_parts(params, word=False)
+    unet = training.trained_parts(params, word=False)
     assert unet.keys() == {"unet"}
-    trained = finetune.init_state(unet, RECIPE, word=False).trained
-    batch = finetune.draw_batch(jax.random.key(0), config, RECIPE, data)
-    assert finetune.loss_fn(trained, unet, batch, config, RECIPE) > 0
+    trained = training.init_state(unet, RECIPE, word=False).trained
+    batch = training.draw_batch(jax.random.key(0), config, RECIPE, data)
+    assert training.loss_fn(trained, unet, batch, config, RECIPE) > 0
 
 
 def test_what_is_rehearsed_counts_by_its_weight(lesson):
     _, config, data = lesson
     half = data._replace(prior_weight=jnp.float32(0.5))
-    batch = finetune.draw_batch(jax.random.key(0), config, RECIPE, half)
+    batch = training.draw_batch(jax.random.key(0), config, RECIPE, half)
     assert batch.weights.tolist() == [1] * 6 + [0.5] * 2
 
 
 def test_the_loss_at_a_timestep_depends_on_the_model_alone(lesson):
     params, config, data = lesson
-    trained = finetune.init_state(params, RECIPE, True).trained
-    loss_at = jax.jit(finetune.loss_at, static_argnames="config")
+    trained = training.init_state(params, RECIPE, True).trained
+    loss_at = jax.jit(training.loss_at, static_argnames="config")
     losses = [float(loss_at(t, trained, params, data, config)) for t in (100, 100, 900)]
     assert losses[0] == losses[1] != losses[2]
 
@@ -465,7 +467,7 @@ def test_the_loss_at_a_timestep_depends_on_the_model_alone(lesson):
 def test_other_programs_find_the_keys_of_a_trained_lora(name, tmp_path):
     """In the UNet of XL, kohya's scripts have the names of the original layout."""
     params, config, _ = sd.load(SOURCE.parent / name)
-    pairs = finetune.start_lora(params, finetune.Recipe())
+    pairs = training.start_lora(params, training.Recipe())
     lora.save_lora(tmp_path / "lora.safetensors", pairs, config)
     tensors = load_file(tmp_path / "lora.safetensors")
     layers = {key.split(".", 1)[0] for key in tensors}
@@ -481,7 +483,7 @@ def test_other_programs_find_the_keys_of_a_trained_lora(name, tmp_path):
 
 def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     params, config, _ = sd.load(SOURCE)
-    pairs = finetune.start_lora(params, RECIPE)
+    pairs = training.start_lora(params, RECIPE)
     lora.save_lora(tmp_path / "lora.safetensors", pairs, config)
     before = (tmp_path / "lora.safetensors").read_bytes()
 

@@ -1,23 +1,13 @@
-"""Fine-tuning by LoRA: ``python -m course.finetune PHOTOS FILE --word bowtie --like star``.
-
-PHOTOS is a folder of pictures in any size. Captions are in ``metadata.jsonl``, as Hugging Face's
-datasets have them, or beside each picture in a text file of its name, as kohya's scripts have them;
-``--caption`` is for pictures without one. The command trains a LoRA on them, and the embedding of a
-new word if one is given. It writes FILE, a LoRA for PyTorch's diffusers, ComfyUI and
-``course.sd.lora``, and the embedding beside it. You may interrupt it at any time: the same
-command goes on from the state that was saved last, and ends in the same numbers.
+"""Training a LoRA, and the embedding of a new word: recipe, data, loss, step, and saved states.
 
 So that the model does not forget what it can draw already, each step may also *rehearse*: some of
 its examples are pictures of the model's own kind. This is called prior preservation, and DreamBooth
 introduced it (arXiv:2208.12242).
 """
 
-import argparse
 import dataclasses
 import hashlib
-import json
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,20 +20,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from PIL import Image, ImageOps
-from safetensors import SafetensorError
 
 from course import sd
 from course.sd import Config, ScheduleConfig
 from course.sd.attention import ATTENTION, find_attention
-from course.sd.lora import Pair, add_word, attach, save_lora, save_word, word_file
+from course.sd.lora import Pair, attach
 from course.sd.samplers import alphas
 from course.sd.text import EMBEDDINGS
 from course.sd.unet import Condition, project_text
 from course.sd.vae import encode
-from helpers import find_folder, simulate_devices
 
 # The weights of the UNet that get a LoRA, as regular expressions for their names.
 LAYERS = {
@@ -179,136 +166,6 @@ class State(NamedTuple):
     trained: dict
     moments: tuple  # Adam's: means of the gradients and of their squares, as optax keeps them
     losses: jax.Array  # float32, (steps,), zero for the steps to come
-
-
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-
-
-def read_folder(
-    folder: str | Path, height: int, width: int, caption: str | None = None
-) -> tuple[np.ndarray, list[str]]:
-    """Read a folder of pictures with captions.
-
-    A picture of a different size is scaled until it covers what is asked for, and its middle is
-    taken. How many lose an edge or are enlarged by that is printed.
-
-    Parameters
-    ----------
-    folder : str or Path
-        With captions in ``metadata.jsonl``, where each line is an object with ``file_name`` and
-        ``text``. Without that file, the caption of ``a.jpg`` is in ``a.txt``.
-    height, width : int
-        Of all images, in pixels.
-    caption : str, optional
-        Of the pictures that have none of their own.
-
-    Returns
-    -------
-    tuple of numpy.ndarray and list of str
-        Images from 0 to 1, float32, (images, height, width, 3), and a caption for each.
-
-    Raises
-    ------
-    FileNotFoundError, ValueError
-        If there are no pictures, one cannot be read or has no caption, or a caption has no picture.
-    """
-    folder = Path(folder)
-    files = {file.name: file for file in sorted(folder.glob("*"))}
-    for name in files:
-        if name.lower().endswith((".heic", ".heif")):
-            raise ValueError(f"{folder / name} is a HEIC photo: export it as JPEG.")
-    names = [name for name in files if name.lower().endswith(ENDINGS)]
-    if not names:
-        raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(ENDINGS)}.")
-    if "metadata.jsonl" in files:
-        captions = _read_metadata(folder / "metadata.jsonl")
-        advice = "metadata.jsonl must have a line for each image, and no other"
-    else:
-        captions = _read_texts(files, names)
-        advice = (
-            "write one into a .txt file of the same name, or give one for all by --caption or, of "
-            "rehearsed pictures, --rehearse-caption"
-        )
-    for name in names:
-        if captions.get(name) is None:
-            if caption is None:
-                raise ValueError(f"{folder / name} has no caption: {advice}.")
-            captions[name] = caption
-    for name, text in captions.items():
-        if name not in names:
-            raise ValueError(f"{folder / name} is not there: {advice}.")
-        if not text:
-            raise ValueError(f"The caption of {folder / name} is empty: write what one sees.")
-
-    cropped, enlarged, images = 0, 0, []
-    for name in captions:
-        image = _open_image(folder / name)
-        cropped += image.width * height != image.height * width
-        enlarged += image.width < width or image.height < height
-        images.append(_fit(image, height, width))
-    if cropped:
-        print(
-            f"{cropped} of {len(images)} images in {folder} have another shape than "
-            f"{width} × {height}: the middle of each is taken."
-        )
-    if enlarged:
-        print(f"{enlarged} of {len(images)} images in {folder} are small, and enlarged.")
-    return np.stack(images), list(captions.values())
-
-
-def _read_metadata(file: Path) -> dict[str, str]:
-    """The caption of each image by the name of its file, out of ``metadata.jsonl``."""
-    captions = {}
-    for number, line in enumerate(_read_text(file).splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            captions[entry["file_name"]] = entry["text"].strip()
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-            wanted = '{"file_name": "a.png", "text": "a caption"}'
-            raise ValueError(
-                f"Line {number} of {file} is {line[:50]!r}: write it as {wanted}."
-            ) from None
-    return captions
-
-
-def _read_texts(files: dict[str, Path], names: list[str]) -> dict[str, str | None]:
-    """The caption of each image: the lines of the text file beside it, joined, or None."""
-    captions = {}
-    for name in names:
-        text = files.get(f"{files[name].stem}.txt")
-        captions[name] = " ".join(_read_text(text).split()) if text else None
-    return captions
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")  # Windows may write a mark in front
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not in UTF-8: save it as that.") from None
-
-
-def _open_image(file: Path) -> Image.Image:
-    """An image in RGB: the right way up, and on white where it is transparent."""
-    try:
-        with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened)  # as the camera was held
-            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
-                grey = np.asarray(image, np.float32) / 257
-                return Image.fromarray(np.uint8(grey.round())).convert("RGB")
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                white = Image.new("RGBA", image.size, "white")
-                image = Image.alpha_composite(white, image)
-            return image.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError):
-        raise ValueError(f"{file} is no image that can be read: get it again.") from None
-
-
-def _fit(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """The middle of an image, scaled; colours from 0 to 1, float32, (height, width, 3)."""
-    if image.size != (width, height):
-        image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
-    return np.asarray(image, np.float32) / 255
 
 
 def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
@@ -573,6 +430,23 @@ def make_data(
     )
 
 
+def check_word(word: str, captions: list[str], tokenize: Callable, config: Config) -> None:
+    """Raise ``ValueError`` if no caption has the new word, and say how many have not."""
+    number = config.text[0].vocab_size - 1
+    has_word = (tokenize(captions)[:, 0] == number).any(axis=1)
+    if not has_word.any():
+        raise ValueError(
+            f"The word {word!r} stands in no caption, so it would learn nothing: write it into "
+            f"them, for example {f'a photo of a {word}'!r}."
+        )
+    if not has_word.all():
+        lacking = captions[int(has_word.argmin())]
+        print(
+            f"{(~has_word).sum()} of {len(captions)} captions do not have the word {word!r}: "
+            f"{lacking!r} is one."
+        )
+
+
 def encode_texts(params: dict, config: Config, ids: np.ndarray) -> Encoded:
     """What the text encoders say of captions, the first of which is the empty one."""
 
@@ -746,166 +620,3 @@ def train(
     if saver:
         saver.save(state)
     return state
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("images", type=Path, metavar="photos", help="a folder of pictures with captions")
-    add("file", type=Path, help="the LoRA to write, FILE.safetensors")
-    add(
-        "--model",
-        default="shapes-sd",
-        help="a folder in diffusers' format, a Hub id or a bundled name (default: %(default)s)",
-    )
-    add("--caption", help="of the pictures that have none of their own")
-    add("--word", help="a new word in the captions")
-    add("--like", default="", help="what the word may mean at first, in words the model knows")
-    add("--rehearse", type=Path, help="such a folder of what the model should not forget")
-    add("--rehearse-caption", help="of the rehearsed pictures that have none of their own")
-    add(
-        "--prior-weight",
-        type=float,
-        default=1.0,
-        help="how much the loss of a rehearsed example counts (default: %(default)s)",
-    )
-    add("--mirror", action="store_true", help="use the new images mirrored as well")
-    add("--state", type=Path, help="where states are saved (default: FILE.state)")
-    add("--save-every", type=int, default=50, metavar="STEPS", help="default: %(default)s")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
-    for field in dataclasses.fields(Recipe):
-        name = "--" + field.name.replace("_", "-")
-        usual = [getattr(recipe, field.name) for recipe in (Recipe(), FOR_SD, FOR_XL)]
-        meaning = field.metadata["help"]
-        if len(set(usual)) == 1:
-            said = f"{meaning} (default: {field.default})"
-        else:
-            said = f"{meaning} (default: {usual[0]} bundled, {usual[1]} SD, {usual[2]} XL)"
-        if isinstance(field.default, bool):
-            add(name, action=argparse.BooleanOptionalAction, default=None, help=said)
-        else:
-            add(name, type=type(field.default), help=said)
-    options = parser.parse_args(arguments)
-    try:
-        fine_tune(options)
-    except jax.errors.JaxRuntimeError:
-        raise
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        sentence = " ".join(str(error).split())
-        print(sentence, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "Interrupted: the same command goes on from the last state that was saved.",
-            file=sys.stderr,
-        )
-        return 130
-    return 0
-
-
-def read_recipe(options: argparse.Namespace, config: Config) -> Recipe:
-    """The usual recipe for a model, with what the command's options say otherwise."""
-    given = {} if options.rehearse else {"rehearsed": 0}
-    for field in dataclasses.fields(Recipe):
-        value = getattr(options, field.name)
-        if value is not None:
-            given[field.name] = value
-    return dataclasses.replace(usual_recipe(config), **given)
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ``ValueError`` if options are out of range or do not go together."""
-    check_between(1, np.inf, save_every=options.save_every)
-    check_between(0, np.inf, prior_weight=options.prior_weight)
-    if bool(options.word) != bool(options.like):
-        raise ValueError(
-            "Give --word and --like together: the new word, and what it may mean at first."
-        )
-    if options.rehearsed and not options.rehearse:
-        raise ValueError(
-            f"--rehearsed {options.rehearsed} needs examples to rehearse: "
-            "give their folder by --rehearse."
-        )
-    if options.file.suffix != ".safetensors" or options.file.is_dir():
-        raise ValueError(f"{options.file} is no name for a LoRA: choose one as lora.safetensors.")
-
-
-def check_word(word: str, captions: list[str], tokenize: Callable, config: Config) -> None:
-    """Raise ``ValueError`` if no caption has the new word, and say how many have not."""
-    number = config.text[0].vocab_size - 1
-    has_word = (tokenize(captions)[:, 0] == number).any(axis=1)
-    if not has_word.any():
-        raise ValueError(
-            f"The word {word!r} stands in no caption, so it would learn nothing: write it into "
-            f"them, for example {f'a photo of a {word}'!r}."
-        )
-    if not has_word.all():
-        lacking = captions[int(has_word.argmin())]
-        print(
-            f"{(~has_word).sum()} of {len(captions)} captions do not have the word {word!r}: "
-            f"{lacking!r} is one."
-        )
-
-
-def fine_tune(options: argparse.Namespace) -> None:
-    """What the command does."""
-    check_options(options)
-    params, config, tokenize = sd.load(find_folder(options.model), options.dtype)
-    recipe = read_recipe(options, config)
-    if recipe.attention == "flash" and jax.device_count() > 1:
-        raise ValueError(
-            f"The compiler cannot split the flash kernel over {jax.device_count()} devices: "
-            "leave --attention out."
-        )
-    print(recipe)
-    side = config.unet.sample_size * config.pixels_per_latent
-    images, captions = read_folder(options.images, side, side, options.caption)
-    rehearsed = None
-    if options.rehearse:
-        rehearsed = read_folder(options.rehearse, side, side, options.rehearse_caption)
-    if options.word:
-        params, config, tokenize = add_word(params, config, tokenize, options.word, options.like)
-        check_word(options.word, captions, tokenize, config)
-    if options.mirror:
-        mirrored = images[:, :, ::-1]
-        images = np.concatenate([images, mirrored])
-        captions = captions + captions
-    has_word = bool(options.word)
-    data = make_data(
-        params,
-        config,
-        tokenize,
-        (images, captions),
-        rehearsed,
-        word=has_word,
-        prior_weight=options.prior_weight,
-    )
-    params = trained_parts(params, has_word)
-
-    folder = options.state or options.file.with_suffix(".state")
-    saver = Saver(folder, describe(params, recipe, data))
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    state = init_state(params, recipe, has_word)
-    state, params, data = jax.device_put((state, params, data), NamedSharding(mesh, P()))
-    state = saver.restore(state)
-    print(
-        f"Training on {len(captions)} images, {jax.device_count()} device(s), "
-        f"from step {int(state.step)} on"
-    )
-    step = compile_step(config, recipe, mesh)
-    state = train(step, state, params, data, saver=saver, every=options.save_every)
-
-    save_lora(options.file, state.trained["lora"], config)
-    written = [options.file]
-    if options.word:
-        save_word(options.file, options.word, state.trained["word"])
-        written.append(word_file(options.file))
-    size = sum(file.stat().st_size for file in written)
-    print(f"Wrote {options.file}, {size / 1000:.0f} kB.")
-
-
-if __name__ == "__main__":
-    simulate_devices(1)  # which is faster than several; TUTORIAL_DEVICES says otherwise
-    sys.exit(main())

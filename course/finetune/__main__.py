@@ -1,0 +1,191 @@
+"""Fine-tuning by LoRA: ``python -m course.finetune PHOTOS FILE --word bowtie --like star``.
+
+PHOTOS is a folder of pictures in any size. Captions are in ``metadata.jsonl``, as Hugging Face's
+datasets have them, or beside each picture in a text file of its name, as kohya's scripts have them;
+``--caption`` is for pictures without one. The command trains a LoRA on them, and the embedding of a
+new word if one is given. It writes FILE, a LoRA for PyTorch's diffusers, ComfyUI and
+``course.sd.lora``, and the embedding beside it. You may interrupt it at any time: the same
+command goes on from the state that was saved last, and ends in the same numbers.
+
+So that the model does not forget what it can draw already, each step may also *rehearse*: some of
+its examples are pictures of the model's own kind. This is called prior preservation, and DreamBooth
+introduced it (arXiv:2208.12242).
+"""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from safetensors import SafetensorError
+
+from course import sd
+from course.finetune.photos import read_folder
+from course.finetune.training import (
+    FOR_SD,
+    FOR_XL,
+    Recipe,
+    Saver,
+    check_between,
+    check_word,
+    compile_step,
+    describe,
+    init_state,
+    make_data,
+    train,
+    trained_parts,
+    usual_recipe,
+)
+from course.sd import Config
+from course.sd.lora import add_word, save_lora, save_word, word_file
+from helpers import find_folder, simulate_devices
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("images", type=Path, metavar="photos", help="a folder of pictures with captions")
+    add("file", type=Path, help="the LoRA to write, FILE.safetensors")
+    add(
+        "--model",
+        default="shapes-sd",
+        help="a folder in diffusers' format, a Hub id or a bundled name (default: %(default)s)",
+    )
+    add("--caption", help="of the pictures that have none of their own")
+    add("--word", help="a new word in the captions")
+    add("--like", default="", help="what the word may mean at first, in words the model knows")
+    add("--rehearse", type=Path, help="such a folder of what the model should not forget")
+    add("--rehearse-caption", help="of the rehearsed pictures that have none of their own")
+    add(
+        "--prior-weight",
+        type=float,
+        default=1.0,
+        help="how much the loss of a rehearsed example counts (default: %(default)s)",
+    )
+    add("--mirror", action="store_true", help="use the new images mirrored as well")
+    add("--state", type=Path, help="where states are saved (default: FILE.state)")
+    add("--save-every", type=int, default=50, metavar="STEPS", help="default: %(default)s")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
+    for field in dataclasses.fields(Recipe):
+        name = "--" + field.name.replace("_", "-")
+        usual = [getattr(recipe, field.name) for recipe in (Recipe(), FOR_SD, FOR_XL)]
+        meaning = field.metadata["help"]
+        if len(set(usual)) == 1:
+            said = f"{meaning} (default: {field.default})"
+        else:
+            said = f"{meaning} (default: {usual[0]} bundled, {usual[1]} SD, {usual[2]} XL)"
+        if isinstance(field.default, bool):
+            add(name, action=argparse.BooleanOptionalAction, default=None, help=said)
+        else:
+            add(name, type=type(field.default), help=said)
+    options = parser.parse_args(arguments)
+    try:
+        fine_tune(options)
+    except jax.errors.JaxRuntimeError:
+        raise
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        sentence = " ".join(str(error).split())
+        print(sentence, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(
+            "Interrupted: the same command goes on from the last state that was saved.",
+            file=sys.stderr,
+        )
+        return 130
+    return 0
+
+
+def read_recipe(options: argparse.Namespace, config: Config) -> Recipe:
+    """The usual recipe for a model, with what the command's options say otherwise."""
+    given = {} if options.rehearse else {"rehearsed": 0}
+    for field in dataclasses.fields(Recipe):
+        value = getattr(options, field.name)
+        if value is not None:
+            given[field.name] = value
+    return dataclasses.replace(usual_recipe(config), **given)
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` if options are out of range or do not go together."""
+    check_between(1, np.inf, save_every=options.save_every)
+    check_between(0, np.inf, prior_weight=options.prior_weight)
+    if bool(options.word) != bool(options.like):
+        raise ValueError(
+            "Give --word and --like together: the new word, and what it may mean at first."
+        )
+    if options.rehearsed and not options.rehearse:
+        raise ValueError(
+            f"--rehearsed {options.rehearsed} needs examples to rehearse: "
+            "give their folder by --rehearse."
+        )
+    if options.file.suffix != ".safetensors" or options.file.is_dir():
+        raise ValueError(f"{options.file} is no name for a LoRA: choose one as lora.safetensors.")
+
+
+def fine_tune(options: argparse.Namespace) -> None:
+    """What the command does."""
+    check_options(options)
+    params, config, tokenize = sd.load(find_folder(options.model), options.dtype)
+    recipe = read_recipe(options, config)
+    if recipe.attention == "flash" and jax.device_count() > 1:
+        raise ValueError(
+            f"The compiler cannot split the flash kernel over {jax.device_count()} devices: "
+            "leave --attention out."
+        )
+    print(recipe)
+    side = config.unet.sample_size * config.pixels_per_latent
+    images, captions = read_folder(options.images, side, side, options.caption)
+    rehearsed = None
+    if options.rehearse:
+        rehearsed = read_folder(options.rehearse, side, side, options.rehearse_caption)
+    if options.word:
+        params, config, tokenize = add_word(params, config, tokenize, options.word, options.like)
+        check_word(options.word, captions, tokenize, config)
+    if options.mirror:
+        mirrored = images[:, :, ::-1]
+        images = np.concatenate([images, mirrored])
+        captions = captions + captions
+    has_word = bool(options.word)
+    data = make_data(
+        params,
+        config,
+        tokenize,
+        (images, captions),
+        rehearsed,
+        word=has_word,
+        prior_weight=options.prior_weight,
+    )
+    params = trained_parts(params, has_word)
+
+    folder = options.state or options.file.with_suffix(".state")
+    saver = Saver(folder, describe(params, recipe, data))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    state = init_state(params, recipe, has_word)
+    state, params, data = jax.device_put((state, params, data), NamedSharding(mesh, P()))
+    state = saver.restore(state)
+    print(
+        f"Training on {len(captions)} images, {jax.device_count()} device(s), "
+        f"from step {int(state.step)} on"
+    )
+    step = compile_step(config, recipe, mesh)
+    state = train(step, state, params, data, saver=saver, every=options.save_every)
+
+    save_lora(options.file, state.trained["lora"], config)
+    written = [options.file]
+    if options.word:
+        save_word(options.file, options.word, state.trained["word"])
+        written.append(word_file(options.file))
+    size = sum(file.stat().st_size for file in written)
+    print(f"Wrote {options.file}, {size / 1000:.0f} kB.")
+
+
+if __name__ == "__main__":
+    simulate_devices(1)  # which is faster than several; TUTORIAL_DEVICES says otherwise
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Photos and their captions, as people have them in a folder.
+
+Captions are in ``metadata.jsonl``, as Hugging Face's datasets have them, or beside each picture in
+a text file of its name, as kohya's scripts have them.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def read_folder(
+    folder: str | Path, height: int, width: int, caption: str | None = None
+) -> tuple[np.ndarray, list[str]]:
+    """Read a folder of pictures with captions.
+
+    A picture of a different size is scaled until it covers what is asked for, and its middle is
+    taken. How many lose an edge or are enlarged by that is printed.
+
+    Parameters
+    ----------
+    folder : str or Path
+        With captions in ``metadata.jsonl``, where each line is an object with ``file_name`` and
+        ``text``. Without that file, the caption of ``a.jpg`` is in ``a.txt``.
+    height, width : int
+        Of all images, in pixels.
+    caption : str, optional
+        Of the pictures that have none of their own.
+
+    Returns
+    -------
+    tuple of numpy.ndarray and list of str
+        Images from 0 to 1, float32, (images, height, width, 3), and a caption for each.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If there are no pictures, one cannot be read or has no caption, or a caption has no picture.
+    """
+    folder = Path(folder)
+    files = {file.name: file for file in sorted(folder.glob("*"))}
+    for name in files:
+        if name.lower().endswith((".heic", ".heif")):
+            raise ValueError(f"{folder / name} is a HEIC photo: export it as JPEG.")
+    names = [name for name in files if name.lower().endswith(ENDINGS)]
+    if not names:
+        raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(ENDINGS)}.")
+    if "metadata.jsonl" in files:
+        captions = _read_metadata(folder / "metadata.jsonl")
+        advice = "metadata.jsonl must have a line for each image, and no other"
+    else:
+        captions = _read_texts(files, names)
+        advice = (
+            "write one into a .txt file of the same name, or give one for all by --caption or, of "
+            "rehearsed pictures, --rehearse-caption"
+        )
+    for name in names:
+        if captions.get(name) is None:
+            if caption is None:
+                raise ValueError(f"{folder / name} has no caption: {advice}.")
+            captions[name] = caption
+    for name, text in captions.items():
+        if name not in names:
+            raise ValueError(f"{folder / name} is not there: {advice}.")
+        if not text:
+            raise ValueError(f"The caption of {folder / name} is empty: write what one sees.")
+
+    cropped, enlarged, images = 0, 0, []
+    for name in captions:
+        image = _open_image(folder / name)
+        cropped += image.width * height != image.height * width
+        enlarged += image.width < width or image.height < height
+        images.append(_fit(image, height, width))
+    if cropped:
+        print(
+            f"{cropped} of {len(images)} images in {folder} have another shape than "
+            f"{width} × {height}: the middle of each is taken."
+        )
+    if enlarged:
+        print(f"{enlarged} of {len(images)} images in {folder} are small, and enlarged.")
+    return np.stack(images), list(captions.values())
+
+
+def _read_metadata(file: Path) -> dict[str, str]:
+    """The caption of each image by the name of its file, out of ``metadata.jsonl``."""
+    captions = {}
+    for number, line in enumerate(_read_text(file).splitlines(), 1):
+        try:
+            entry = json.loads(line)
+            captions[entry["file_name"]] = entry["text"].strip()
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            wanted = '{"file_name": "a.png", "text": "a caption"}'
+            raise ValueError(
+                f"Line {number} of {file} is {line[:50]!r}: write it as {wanted}."
+            ) from None
+    return captions
+
+
+def _read_texts(files: dict[str, Path], names: list[str]) -> dict[str, str | None]:
+    """The caption of each image: the lines of the text file beside it, joined, or None."""
+    captions = {}
+    for name in names:
+        text = files.get(f"{files[name].stem}.txt")
+        captions[name] = " ".join(_read_text(text).split()) if text else None
+    return captions
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")  # Windows may write a mark in front
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not in UTF-8: save it as that.") from None
+
+
+def _open_image(file: Path) -> Image.Image:
+    """An image in RGB: the right way up, and on white where it is transparent."""
+    try:
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened)  # as the camera was held
+            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+                grey = np.asarray(image, np.float32) / 257
+                return Image.fromarray(np.uint8(grey.round())).convert("RGB")
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                white = Image.new("RGBA", image.size, "white")
+                image = Image.alpha_composite(white, image)
+            return image.convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError):
+        raise ValueError(f"{file} is no image that can be read: get it again.") from None
+
+
+def _fit(image: Image.Image, height: int, width: int) -> np.ndarray:
+    """The middle of an image, scaled; colours from 0 to 1, float32, (height, width, 3)."""
+    if image.size != (width, height):
+        image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+    return np.asarray(image, np.float32) / 255
