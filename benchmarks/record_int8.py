@@ -54,7 +54,7 @@ PICTURES = [
     ("shapes-sd", "ddim", 8, "convolutions"),
     ("shapes-sd", "ddim", 8, "gaining"),
     ("shapes-sd", "ddim", 8, EVERY),
-    ("shapes-sd-bf16", "ddim", 30, "all"),
+    ("shapes-sd in bfloat16", "ddim", 30, "all"),
     ("shapes-sdxl", "euler", 15, "all"),
     ("shapes-sdxl", "euler", 30, "all"),
 ]

@@ -37,7 +37,7 @@ MANY = (2, 4, 6, 8, 10, 12, 15, 20, 30)
 STEPS = {
     ("shapes-sd", "ddim"): MANY,
     ("shapes-sd", "dpm++"): MANY,
-    ("shapes-sd-bf16", "ddim"): (15, 30),
+    ("shapes-sd in bfloat16", "ddim"): (15, 30),
     ("shapes-sdxl", "euler"): (8, 15, 30),
 }
 # Of the last steps, how many have no guidance: for each of shapes-sd's samplers with this many
@@ -93,8 +93,8 @@ def find_best(record: dict) -> dict:
 
 @functools.cache
 def load(checkpoint: str) -> tuple:
-    dtype = jnp.bfloat16 if checkpoint.endswith("bf16") else jnp.float32
-    return sd.load(find_data("checkpoints") / checkpoint, dtype)
+    name, _, dtype = checkpoint.partition(" in ")
+    return sd.load(find_data("checkpoints") / name, dtype or jnp.float32)
 
 
 @functools.cache

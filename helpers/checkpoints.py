@@ -59,7 +59,7 @@ class Checkpoint:
         The first argument of ``from_pretrained`` (a folder or a Hub id), and its ``revision``.
     dtype : dtype
         What to compute in: bfloat16 on accelerators, and float32 on a CPU, which has no fast
-        bfloat16; for a bundled checkpoint, bfloat16 if its name ends in ``-bf16``.
+        bfloat16, and for every bundled checkpoint.
     height, width : int
         Image size in pixels.
     num_inference_steps, guidance_scale : int, float
@@ -393,9 +393,7 @@ def _find(choice: str, model: str, safetensors: bool) -> Checkpoint:
 
 def _from_folder(folder: Path, name: str, prompts: tuple[str, ...]) -> Checkpoint:
     """Describe a folder in diffusers' format."""
-    dtype = _suitable_dtype()
-    if _is_bundled(folder):
-        dtype = jnp.bfloat16 if folder.name.endswith("-bf16") else jnp.float32
+    dtype = jnp.float32 if _is_bundled(folder) else _suitable_dtype()
     pixels, steps, guidance = _suitable_settings(
         index=folder / "model_index.json",
         vae=folder / "vae" / "config.json",

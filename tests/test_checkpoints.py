@@ -168,9 +168,9 @@ def choose(monkeypatch):
 
 def test_a_bundled_name_is_taken_wherever_it_runs(choose, accelerator, capsys):
     accelerator(memory=16)
-    chosen = choose("shapes-sd-bf16")
-    assert (chosen.name, chosen.dtype) == ("shapes-sd-bf16", jnp.bfloat16)
-    assert capsys.readouterr().out == "TUTORIAL_CHECKPOINT is set: using shapes-sd-bf16.\n"
+    chosen = choose("shapes-sd")
+    assert (chosen.name, chosen.dtype) == ("shapes-sd", jnp.float32)
+    assert capsys.readouterr().out == "TUTORIAL_CHECKPOINT is set: using shapes-sd.\n"
 
 
 def test_a_folder_is_taken(choose):
@@ -306,23 +306,15 @@ def test_an_unknown_model_lists_the_known_ones():
 def test_an_unknown_bundled_checkpoint_lists_the_known_ones():
     with pytest.raises(
         ValueError,
-        match="'sd15': choose one of shapes-flux2, shapes-sd, shapes-sd-bf16, shapes-sdxl",
+        match="'sd15': choose one of shapes-flux2, shapes-sd, shapes-sdxl",
     ):
         helpers.bundled_checkpoint("sd15")
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("shapes-sd", jnp.float32),
-        ("shapes-sd-bf16", jnp.bfloat16),
-        ("shapes-sdxl", jnp.float32),
-        ("shapes-flux2", jnp.float32),
-    ],
-)
-def test_a_bundled_checkpoint_describes_itself(name, dtype):
+@pytest.mark.parametrize("name", ["shapes-sd", "shapes-sdxl", "shapes-flux2"])
+def test_a_bundled_checkpoint_describes_itself(name):
     checkpoint = helpers.bundled_checkpoint(name)
-    assert (checkpoint.height, checkpoint.width, checkpoint.dtype) == (64, 64, dtype)
+    assert (checkpoint.height, checkpoint.width, checkpoint.dtype) == (64, 64, jnp.float32)
     steps = 8 if name == "shapes-flux2" else 15
     assert (checkpoint.num_inference_steps, checkpoint.guidance_scale) == (steps, 3.0)
     assert len(checkpoint.prompts) == 8

@@ -11,10 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.request import urlopen
 
+import jax
+import jax.numpy as jnp
 import nbformat
 import psutil
 import pytest
+from diffusers import FlaxStableDiffusionPipeline
 from playwright.sync_api import expect
+
+import helpers
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {
@@ -258,8 +263,11 @@ def test_a_solution_unfolds(open_page):
 @pytest.fixture(scope="module")
 def like_the_hub(tmp_path_factory):
     """The bundled weights as the Hub has Stable Diffusion 1.4: bfloat16, and the PNDM scheduler."""
-    folder = tmp_path_factory.mktemp("hub") / "like-the-hub-bf16"
-    shutil.copytree(ROOT / "checkpoints" / "shapes-sd-bf16", folder)
+    folder = tmp_path_factory.mktemp("hub") / "like-the-hub"
+    small = helpers.bundled_checkpoint("shapes-sd")
+    pipeline, params = FlaxStableDiffusionPipeline.from_pretrained(small.source, **small.options)
+    del params["scheduler"]
+    pipeline.save_pretrained(folder, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
     name = "FlaxPNDMScheduler"
     changes = {
         "model_index.json": {"scheduler": ["diffusers", name]},

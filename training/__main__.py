@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import diffusers
-import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
@@ -111,9 +110,8 @@ def main() -> None:
     parts = parts.cpu().float()
     xl_parts = xl_parts.cpu().float()
     to = arguments.to
-    convert.to_flax(vae, parts, words, to / "shapes-sd", jnp.float32)
-    convert.to_flax(vae, parts, words, to / "shapes-sd-bf16", jnp.bfloat16)
-    convert.to_flax(vae, xl_parts, words, to / "shapes-sdxl", jnp.float32)
+    convert.to_flax(vae, parts, words, to / "shapes-sd")
+    convert.to_flax(vae, xl_parts, words, to / "shapes-sdxl")
     runs = {"autoencoder": [vae_log], "UNet": [first_log, log]}
     draw_losses(runs, to / "shapes-sd" / "loss.png")
     draw_losses({"UNet": [xl_log]}, to / "shapes-sdxl" / "loss.png")

@@ -36,9 +36,8 @@ def to_flax(
     parts: nn.ModuleDict,
     tokenizer: CLIPTokenizer,
     folder: Path,
-    dtype: jnp.dtype,
 ) -> None:
-    """Write the Flax pipeline for these parts, its parameters stored in ``dtype``.
+    """Write the Flax pipeline for these parts, with its parameters in float32.
 
     Other files of the folder, such as a card, stay what they are.
     """
@@ -71,7 +70,8 @@ def to_flax(
             safety_checker=None,
             feature_extractor=None,
         )
-    pipeline.save_pretrained(folder, params=jax.tree.map(lambda x: jnp.asarray(x, dtype), params))
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    pipeline.save_pretrained(folder, params=params)
     _tidy(folder)
 
 
