@@ -203,7 +203,7 @@ def input_shapes(images: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """JAX's Pallas kernel in the place of ``course.flux2.layers.attention``."""
+    """JAX's Pallas kernel in the place of ``course.flux2.transformer.attention``."""
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas  # slow to import
 
     batch, tokens, heads, channels = query.shape
@@ -228,7 +228,7 @@ def cut(name: str) -> list[int]:
 
 
 def linear_by_parts(p: dict, name: str, x: jax.Array) -> jax.Array:
-    """``course.flux2.layers.linear`` where each part of a fused matrix is a matrix of its own."""
+    """``course.model.layers.linear`` where each part of a fused matrix is a matrix of its own."""
     if f"{name}.0.weight" not in p:
         return plain_linear(p, name, x)
     parts = [p[f"{name}.{n}.weight"] for n in range(len(cut(name)))]

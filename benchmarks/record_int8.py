@@ -33,9 +33,9 @@ from benchmarks.common import (
     work_through,
     write_json,
 )
-from course.sd import layers
-from course.sd.parameters import declared_shapes
-from course.sd.quantize import quantize, quantize_weight
+from course.model import layers
+from course.model.parameters import declared_shapes
+from course.model.quantize import quantize, quantize_weight
 from course.tpu import Program, tpu_devices
 from course.tpu.equations import equations_of
 from course.tpu.model import array, load_config, take_step, take_transformer, transformer_name

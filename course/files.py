@@ -149,7 +149,7 @@ KINDS = [
         "fp8",
         "numbers of 8 bits (fp8)",
         False,
-        "get it in float16; `course.sd.quantize` makes int8 of that",
+        "get it in float16; `course.model.quantize` makes int8 of that",
         "numbers of 8 bits",
     ),
     Kind(

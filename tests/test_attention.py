@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pallas_tpu
 
-from course.sd import attention
+from course.model import attention
 
 
 def made_up(*shape, dtype=jnp.float32):

@@ -23,7 +23,7 @@ from course import flux2, sd
 from course.files import KINDS
 from course.flux2.weights import to_files
 from course.sd import convert, lora
-from course.sd.text import EMBEDDINGS
+from course.sd.clip import EMBEDDINGS
 from course.sd.weights import stack_layers, unstack_layers
 from helpers import bundled_checkpoint, find_folder
 from tests.makers import common

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course import sd
+from course.model import layers
 from course.sd import (
     STATIC,
     Config,
@@ -22,7 +23,6 @@ from course.sd import (
     UNetConfig,
     VAEConfig,
     generate,
-    layers,
     pipeline,
     unet,
 )

@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 from transformers import CLIPTokenizerFast
 
 from course import sd
-from course.sd import configs, samplers, text, unet, vae
-from course.sd.parameters import declared_shapes
+from course.model.autoencoder import autoencoder_parameters
+from course.model.parameters import declared_shapes
+from course.sd import clip, configs, samplers, unet, vae
 from course.sd.tokenizer import Tokenizer, read_tokenizer
 from course.sd.weights import (
     read_part,
@@ -92,8 +93,8 @@ def make_up(parameters):
 
 def test_a_text_encoder_gives_what_pytorchs_gives(recorded):
     config = read_part_config("text_encoder_2", common.SMALL_TEXT)
-    p = make_up(text.text_parameters(config))
-    encode = jax.jit(functools.partial(text.encode_text, config=config))
+    p = make_up(clip.text_parameters(config))
+    encode = jax.jit(functools.partial(clip.encode_text, config=config))
     hidden, _, pooled = encode(p, ids=recorded["ids"])
     assert is_close(hidden[-2], recorded["text hidden"])
     assert is_close(pooled, recorded["pooled"])
@@ -140,7 +141,7 @@ def test_a_vae_gives_what_pytorchs_gives(recorded):
         mean, deviation = vae.encode(p, config, image)
         return mean, deviation, vae.decode(p, config, latents)
 
-    p = make_up(vae.vae_parameters(config))
+    p = make_up(autoencoder_parameters(config))
     mean, deviation, decoded = run(p, channels_last(image), channels_last(latents))
     assert is_close(channels_first(mean), recorded["mean"])
     assert is_close(channels_first(deviation), recorded["deviation"])

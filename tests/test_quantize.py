@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import record_int8
 from course import sd
-from course.sd import layers
+from course.model import layers
+from course.model.parameters import check_parameters
+from course.model.quantize import Quantized, quantize, quantize_weight, round_to_int8
 from course.sd.lora import Pair, attach, merge
-from course.sd.parameters import check_parameters
-from course.sd.quantize import Quantized, quantize, quantize_weight, round_to_int8
 from course.tpu.equations import equations_of
 from helpers import bundled_checkpoint
 
@@ -126,7 +126,7 @@ def test_what_has_little_work_stays_wide(model, rounded):
     assert {name for name in found if not name.endswith(many)} == {f"{name}.weight" for name in few}
     for ending in many:
         assert any(name.endswith(ending) for name in found)
-    check_parameters(rounded, config)
+    check_parameters(rounded, sd.model_parameters(config))
 
 
 def test_layers_that_gain_are_a_few_of_all(model, rounded):

@@ -23,7 +23,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from course import sd, tpu
-from course.sd import attention
+from course.model import attention
 from course.tpu import apart, chips, compiler, model, pipelines, worker
 from course.tpu.__main__ import main, parse_shape
 from course.tpu.copies import read_copies

@@ -26,8 +26,8 @@ import orbax.checkpoint as ocp
 from tqdm import tqdm
 
 from course import flux2, sd
-from course.flux2.layers import Parameter
 from course.flux2.tokenizer import Tokenizer
+from course.model.layers import Parameter
 from course.shapes import judge, scenes
 from training import qwen
 

@@ -24,11 +24,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course import sd
+from course.model.attention import ATTENTION, find_attention
 from course.sd import Config, ScheduleConfig
-from course.sd.attention import ATTENTION, find_attention
+from course.sd.clip import EMBEDDINGS
 from course.sd.lora import Pair, attach
 from course.sd.samplers import alphas
-from course.sd.text import EMBEDDINGS
 from course.sd.unet import Condition, project_text
 from course.sd.vae import encode
 

@@ -2,7 +2,7 @@
 
 from course.flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
 from course.flux2.parameters import (
-    DATA_PARALLEL,
+    FULLY_SHARDED,
     TENSOR_PARALLEL,
     model_parameters,
     parameter_shapes,
@@ -22,9 +22,11 @@ from course.flux2.sampler import euler, shift_by_size, times
 from course.flux2.transformer import velocity
 from course.flux2.vae import decode
 from course.flux2.weights import load
+from course.model.parameters import DATA_PARALLEL
 
 __all__ = [
     "DATA_PARALLEL",
+    "FULLY_SHARDED",
     "STATIC",
     "TENSOR_PARALLEL",
     "Config",

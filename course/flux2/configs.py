@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from course.model.autoencoder import AutoencoderConfig
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -49,16 +51,12 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
-class VAEConfig:
+class VAEConfig(AutoencoderConfig):
     """diffusers' ``AutoencoderKLFlux2``: the defaults are FLUX.2's."""
 
-    in_channels: int = 3
-    out_channels: int = 3
     block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
-    decoder_block_out_channels: tuple[int, ...] | None = None  # None: the same
     layers_per_block: int = 2
     latent_channels: int = 32
-    norm_num_groups: int = 32
     batch_norm_eps: float = 1e-4
     patch_size: tuple[int, int] = (2, 2)
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from course.flux2 import sampler, text, transformer, vae
+from course.flux2 import qwen3, sampler, transformer, vae
 from course.flux2.configs import Config
 
 REFERENCE_DISTANCE = 10  # of a reference image from the image, on the first axis of positions
@@ -39,7 +39,7 @@ def encode_prompts(params: dict, config: Config, ids: jax.Array, mask: jax.Array
     ``ids`` and ``mask`` come from the tokenizer. The transformer sees the padding, too: it was
     trained so.
     """
-    return text.encode_text(params["text_encoder"], config.text_encoder, ids, mask)
+    return qwen3.encode_text(params["text_encoder"], config.text_encoder, ids, mask)
 
 
 def encode_images(params: dict, config: Config, images: jax.Array) -> jax.Array:

@@ -5,20 +5,23 @@ In *double-stream* blocks, text and image have weights of their own and meet in 
 side on the same input.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from course.flux2.configs import TransformerConfig
-from course.flux2.layers import (
+from course.model.attention import plain
+from course.model.layers import (
     Parameter,
-    attention,
-    layer_norm,
     linear,
-    linear_parameters,
+    matrix_parameters,
     rms_norm,
-    scan_blocks,
+    rms_norm_parameters,
     stack_parameters,
+    stacked_layers,
+    standardize,
     swiglu,
     within,
 )
@@ -29,7 +32,7 @@ DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
     """Shapes and logical axes of the transformer's parameters, by name."""
     width = config.width
-    head = {"weight": Parameter((config.attention_head_dim,), (None,))}
+    head = rms_norm_parameters(config.attention_head_dim)
     hidden = int(width * config.mlp_ratio)
 
     double = {}
@@ -38,46 +41,46 @@ def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
         ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
     ):
         for name in (query, key, value):
-            double |= within(f"attn.{name}", linear_parameters(width, width, ("embed", "heads")))
-        double |= within(f"attn.{out}", linear_parameters(width, width, ("heads", "embed")))
+            double |= within(f"attn.{name}", matrix_parameters(width, width, ("embed", "heads")))
+        double |= within(f"attn.{out}", matrix_parameters(width, width, ("heads", "embed")))
     for name in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
         double |= within(f"attn.{name}", head)
     for name in ("ff", "ff_context"):
         double |= within(
-            f"{name}.linear_in", linear_parameters(width, 2 * hidden, ("embed", "mlp"))
+            f"{name}.linear_in", matrix_parameters(width, 2 * hidden, ("embed", "mlp"))
         )
-        double |= within(f"{name}.linear_out", linear_parameters(hidden, width, ("mlp", "embed")))
+        double |= within(f"{name}.linear_out", matrix_parameters(hidden, width, ("mlp", "embed")))
 
     # One matrix for queries, keys, values and both halves of the feed-forward layer, and one that
     # takes the results of both. Split over devices, it would be better cut by its parts: as one,
     # it is cut wherever the pieces end, which costs exchanges.
     single = within(
         "attn.to_qkv_mlp_proj",
-        linear_parameters(width, 3 * width + 2 * hidden, ("embed", "heads_and_mlp")),
+        matrix_parameters(width, 3 * width + 2 * hidden, ("embed", "heads_and_mlp")),
     )
     single |= within(
-        "attn.to_out", linear_parameters(width + hidden, width, ("heads_and_mlp", "embed"))
+        "attn.to_out", matrix_parameters(width + hidden, width, ("heads_and_mlp", "embed"))
     )
     single |= within("attn.norm_q", head) | within("attn.norm_k", head)
 
-    found = within("x_embedder", linear_parameters(config.in_channels, width, (None, "embed")))
+    found = within("x_embedder", matrix_parameters(config.in_channels, width, (None, "embed")))
     found |= within(
-        "context_embedder", linear_parameters(config.joint_attention_dim, width, (None, "embed"))
+        "context_embedder", matrix_parameters(config.joint_attention_dim, width, (None, "embed"))
     )
     embedder = "time_guidance_embed.timestep_embedder"
     frequencies = config.timestep_guidance_channels
-    found |= within(f"{embedder}.linear_1", linear_parameters(frequencies, width, (None, "embed")))
-    found |= within(f"{embedder}.linear_2", linear_parameters(width, width, (None, "embed")))
+    found |= within(f"{embedder}.linear_1", matrix_parameters(frequencies, width, (None, "embed")))
+    found |= within(f"{embedder}.linear_2", matrix_parameters(width, width, (None, "embed")))
     for name, sets in (
         ("double_stream_modulation_img", 2),
         ("double_stream_modulation_txt", 2),
         ("single_stream_modulation", 1),
     ):
-        found |= within(f"{name}.linear", linear_parameters(width, 3 * sets * width))
+        found |= within(f"{name}.linear", matrix_parameters(width, 3 * sets * width))
     found |= stack_parameters(DOUBLE, config.num_layers, double)
     found |= stack_parameters(SINGLE, config.num_single_layers, single)
-    found |= within("norm_out.linear", linear_parameters(width, 2 * width))
-    return found | within("proj_out", linear_parameters(width, config.in_channels, ("embed", None)))
+    found |= within("norm_out.linear", matrix_parameters(width, 2 * width))
+    return found | within("proj_out", matrix_parameters(width, config.in_channels, ("embed", None)))
 
 
 def velocity(
@@ -139,6 +142,20 @@ def velocity(
         image = scan_blocks(single, p, SINGLE, both)[:, texts:]
     scale, shift = jnp.split(linear(p, "norm_out.linear", condition)[:, None], 2, axis=-1)
     return linear(p, "proj_out", modulated(image, shift, scale, epsilon)).astype(jnp.float32)
+
+
+Streams = jax.Array | tuple[jax.Array, jax.Array]
+
+
+def scan_blocks(
+    block: Callable[[dict, Streams], Streams], p: dict, name: str, x: Streams
+) -> Streams:
+    """Apply equal blocks one after another, by ``jax.lax.scan``, which compiles one of them.
+
+    ``block`` takes the parameters of one block by their names in it, and one stream or both.
+    """
+    x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked_layers(p, name))
+    return x
 
 
 def double_block(
@@ -221,7 +238,7 @@ def modulation(p: dict, name: str, condition: jax.Array) -> list[jax.Array]:
 
 def modulated(x: jax.Array, shift: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """adaLN: a layer norm whose scale and shift come from the time."""
-    return layer_norm(x, epsilon) * (1 + scale) + shift
+    return standardize(x, epsilon).astype(x.dtype) * (1 + scale) + shift
 
 
 def feed_forward(p: dict, name: str, x: jax.Array) -> jax.Array:
@@ -236,6 +253,15 @@ def heads(p: dict, name: str, x: jax.Array, config: TransformerConfig) -> jax.Ar
 def split_heads(x: jax.Array, config: TransformerConfig) -> jax.Array:
     """From (batch, tokens, heads * channels) to (batch, tokens, heads, channels)."""
     return x.reshape(*x.shape[:2], config.num_attention_heads, config.attention_head_dim)
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Attention with scores in float32, whose heads are joined: (batch, tokens, width).
+
+    All three are (batch, tokens, heads, channels).
+    """
+    y = plain(query, key, value, score_dtype=jnp.float32)
+    return y.reshape(*y.shape[:2], -1)
 
 
 def rotary(positions: np.ndarray, config: TransformerConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from course.flux2.configs import Config, read_config
 from course.flux2.parameters import model_parameters, parameter_shapes
-from course.flux2.text import LAYERS
+from course.flux2.qwen3 import LAYERS
 from course.flux2.tokenizer import Tokenizer, read_tokenizer
 
 USABLE = ("F64", "F32", "F16", "BF16")  # dtypes by the names that files have for them

@@ -1,6 +1,7 @@
 """Stable Diffusion 1, 2 and XL in plain JAX: functions of dictionaries of parameters."""
 
-from course.sd.attention import ATTENTION
+from course.model.attention import ATTENTION
+from course.model.parameters import DATA_PARALLEL, FULLY_SHARDED, TENSOR_PARALLEL
 from course.sd.configs import (
     Config,
     ScheduleConfig,
@@ -9,14 +10,7 @@ from course.sd.configs import (
     VAEConfig,
     read_config,
 )
-from course.sd.parameters import (
-    DATA_PARALLEL,
-    FULLY_SHARDED,
-    TENSOR_PARALLEL,
-    model_parameters,
-    parameter_shapes,
-    shardings,
-)
+from course.sd.parameters import model_parameters, parameter_shapes, shardings
 from course.sd.pipeline import (
     STATIC,
     denoise_step,

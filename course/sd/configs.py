@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from course.model.autoencoder import AutoencoderConfig
+
 
 @dataclass(frozen=True)
 class TextConfig:
@@ -68,15 +70,9 @@ def _at_level(option: int | tuple[int, ...], level: int) -> int:
 
 
 @dataclass(frozen=True)
-class VAEConfig:
+class VAEConfig(AutoencoderConfig):
     """diffusers' ``AutoencoderKL``."""
 
-    in_channels: int = 3
-    out_channels: int = 3
-    block_out_channels: tuple[int, ...] = (64,)
-    layers_per_block: int = 1
-    latent_channels: int = 4
-    norm_num_groups: int = 32
     scaling_factor: float = 0.18215
 
 

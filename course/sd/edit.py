@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from course.model.parameters import check_parameters
 from course.sd.configs import Config
-from course.sd.parameters import check_parameters
+from course.sd.parameters import model_parameters
 from course.sd.pipeline import generate
 from course.sd.samplers import mix_noise, sample
 from course.sd.vae import encode
@@ -94,7 +95,7 @@ def image_to_image(
     ValueError
         If the sampler is PNDM, which cannot start in the middle, or as of ``generate``.
     """
-    check_parameters(params, config)
+    check_parameters(params, model_parameters(config))
     image, _ = encode(params["vae"], config.vae, images)
 
     def start_late(model: Callable, schedule: Any, noise: jax.Array, steps: jax.Array) -> jax.Array:
@@ -143,7 +144,7 @@ def inpaint(
     ValueError
         As of ``image_to_image``.
     """
-    check_parameters(params, config)
+    check_parameters(params, model_parameters(config))
     image, _ = encode(params["vae"], config.vae, images)
     size = config.pixels_per_latent
     draws = mask[::size, ::size, None] > 0.5  # for each latent, (height / 8, width / 8, 1)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from course.model.quantize import Quantized
+from course.sd.clip import EMBEDDINGS
 from course.sd.configs import Config
 from course.sd.convert import name_unet
-from course.sd.quantize import Quantized
-from course.sd.text import EMBEDDINGS
 from course.sd.tokenizer import Tokenizer
 from course.sd.weights import (
     check_numbers,

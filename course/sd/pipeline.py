@@ -5,11 +5,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from course.sd.attention import find_attention
+from course.model.attention import find_attention
+from course.model.parameters import check_parameters
+from course.sd.clip import encode_text
 from course.sd.configs import Config
-from course.sd.parameters import check_parameters
+from course.sd.parameters import model_parameters
 from course.sd.samplers import sample
-from course.sd.text import encode_text
 from course.sd.unet import Condition, project_text, unet
 from course.sd.vae import decode
 
@@ -228,7 +229,7 @@ def generate(
     sampler : str or callable, optional
         See ``course.sd.samplers.sample``; by default the model's own.
     attention : str or callable
-        See ``course.sd.attention``.
+        See ``course.model.attention``.
     height, width : int, optional
         Of the images in pixels; by default as in the training.
     guided : bool
@@ -258,7 +259,7 @@ def generate(
     height = side if height is None else height
     width = side if width is None else width
     most_steps = config.schedule.num_train_timesteps - config.schedule.steps_offset - 1
-    check_parameters(params, config)
+    check_parameters(params, model_parameters(config))
     check_ids(config, ids)
     check_size(config, height, width)
     check_steps(steps, most_steps)

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from course.sd import layers
-from course.sd.attention import attend, attention_parameters, keys_and_values
-from course.sd.configs import UNetConfig
-from course.sd.layers import (
+from course.model import layers
+from course.model.attention import attend, attention_parameters, keys_and_values
+from course.model.layers import (
     Parameter,
     conv,
     conv_parameters,
@@ -31,6 +30,7 @@ from course.sd.layers import (
     upsample,
     within,
 )
+from course.sd.configs import UNetConfig
 
 # Of a transformer's group norm. The Flax pipelines of diffusers have 1e-5.
 TRANSFORMER_EPSILON = 1e-6
@@ -225,7 +225,7 @@ def unet(
     condition : Condition
         From ``project_text``.
     attention : str or callable
-        See ``course.sd.attention``.
+        See ``course.model.attention``.
     remat : bool
         Rematerialisation, for training: gradients need the activations inside of each block, and
         with this they are computed again in place of being kept.

@@ -135,7 +135,7 @@ def load(
         any case.
     sharding : jax.sharding.Sharding or dict, optional
         Where parameters lie: a sharding for all, or one for each, as
-        ``course.sd.parameters.shardings`` gives them.
+        ``course.sd.shardings`` gives them.
     variant : str, optional
         The word that the files have in their names, such as "fp16".
 

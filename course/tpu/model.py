@@ -6,6 +6,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from course.model.layers import within
+from course.model.parameters import declared_shapes
 from course.sd import (
     ATTENTION,
     Config,
@@ -15,8 +17,6 @@ from course.sd import (
     parameter_shapes,
     read_config,
 )
-from course.sd.layers import within
-from course.sd.parameters import declared_shapes
 from course.sd.samplers import SAMPLERS
 from course.sd.unet import Block, Condition, transformer, transformer_parameters
 from course.sd.vae import decode

@@ -1,11 +1,11 @@
-"""The layers of which the text encoders, the UNet and the VAE are made.
+"""The layers of which text encoders, UNet, transformer and VAE are made.
 
 A layer is a function. It takes ``p``, the dictionary of one part's parameters, the layer's name in
 it, and an input ``x``. Channels come last: images are (batch, height, width, channels). A layer
 computes in the dtype of its parameters.
 
 What parameters a layer has is declared by a second function beside it, ``linear_parameters`` for
-``linear``: their shapes, and a *logical name* for each axis. ``course.sd.parameters`` has
+``linear``: their shapes, and a *logical name* for each axis. ``course.model.parameters`` has
 rules that say over which devices the axes of a name are split.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from course.sd.quantize import Quantized
+from course.model.quantize import Quantized
 
 
 class Parameter(NamedTuple):
@@ -27,14 +27,14 @@ class Parameter(NamedTuple):
 
 
 def within(name: str, parameters: dict[str, Parameter]) -> dict[str, Parameter]:
-    """Parameters of a layer by their names in a part, which begin with the layer's name."""
+    """Name a layer's parameters as a part does: the layer's name comes first."""
     return {f"{name}.{key}": parameter for key, parameter in parameters.items()}
 
 
 def stack_parameters(
     name: str, depth: int, parameters: dict[str, Parameter]
 ) -> dict[str, Parameter]:
-    """Parameters of so many equal layers, one above the other along a new first axis.
+    """Stack the parameters of so many equal layers along a new first axis.
 
     In their names, ``*`` stands for the layer's number.
     """
@@ -45,13 +45,9 @@ def stack_parameters(
 
 
 def stacked_layers(p: dict, name: str) -> dict:
-    """The parameters of equal layers, by their names in a layer, for ``jax.lax.scan``."""
+    """Return the parameters of equal layers, by their names in one, for ``jax.lax.scan``."""
     prefix = f"{name}.*."
-    found = {}
-    for key, value in p.items():
-        if key.startswith(prefix):
-            found[key.removeprefix(prefix)] = value
-    return found
+    return {k.removeprefix(prefix): value for k, value in p.items() if k.startswith(prefix)}
 
 
 def split_batch(x: jax.Array) -> jax.Array:
@@ -68,16 +64,21 @@ def split_batch(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P("data", *free))
 
 
-def linear_parameters(
-    inputs: int,
-    outputs: int,
-    axes: tuple[str | None, str | None] = ("inputs", "outputs"),
-    bias: bool = True,
+def matrix_parameters(
+    inputs: int, outputs: int, axes: tuple[str | None, str | None] = ("inputs", "outputs")
 ) -> dict[str, Parameter]:
-    found = {"weight": Parameter((inputs, outputs), axes)}
-    if bias:
-        found["bias"] = Parameter((outputs,), axes[1:])
-    return found
+    """Declare a linear layer without a bias."""
+    return {"weight": Parameter((inputs, outputs), axes)}
+
+
+def linear_parameters(
+    inputs: int, outputs: int, axes: tuple[str | None, str | None] = ("inputs", "outputs")
+) -> dict[str, Parameter]:
+    """Declare a linear layer with a bias."""
+    return {
+        "weight": Parameter((inputs, outputs), axes),
+        "bias": Parameter((outputs,), axes[1:]),
+    }
 
 
 def linear(p: dict, name: str, x: jax.Array) -> jax.Array:
@@ -98,6 +99,7 @@ def conv_parameters(
     size: int = 3,
     axes: tuple[str | None, str | None] = ("inputs", "outputs"),
 ) -> dict[str, Parameter]:
+    """Declare a convolution with a bias."""
     return {
         "weight": Parameter((size, size, inputs, outputs), (None, None, *axes)),
         "bias": Parameter((outputs,), axes[1:]),
@@ -139,6 +141,7 @@ def conv(
 
 
 def norm_parameters(channels: int) -> dict[str, Parameter]:
+    """Declare a group norm or a layer norm."""
     return {
         "weight": Parameter((channels,), (None,)),
         "bias": Parameter((channels,), (None,)),
@@ -169,18 +172,39 @@ def group_norm(p: dict, name: str, x: jax.Array, groups: int, epsilon: float) ->
     return (x * factor + summand).astype(x.dtype)
 
 
-def layer_norm(p: dict, name: str, x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
-    """``torch.nn.LayerNorm``: each vector of channels gets the mean 0 and the variance 1.
+def standardize(x: jax.Array, epsilon: float) -> jax.Array:
+    """``torch.nn.LayerNorm`` without parameters: each vector gets the mean 0 and the variance 1.
 
-    ``x`` and the result are (..., channels).
+    ``x`` is (..., channels), and so is the result, in float32.
     """
-    weight = p[f"{name}.weight"]
-    bias = p[f"{name}.bias"]
     wide = x.astype(jnp.float32)
     mean = wide.mean(axis=-1, keepdims=True)
     variance = jnp.maximum((wide**2).mean(axis=-1, keepdims=True) - mean**2, 0)
-    y = (wide - mean) * jax.lax.rsqrt(variance + epsilon) * weight + bias
+    return (wide - mean) * jax.lax.rsqrt(variance + epsilon)
+
+
+def layer_norm(p: dict, name: str, x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
+    """``torch.nn.LayerNorm``: mean 0 and variance 1, then a factor and a summand for each channel.
+
+    ``x`` and the result are (..., channels).
+    """
+    y = standardize(x, epsilon) * p[f"{name}.weight"] + p[f"{name}.bias"]
     return y.astype(x.dtype)
+
+
+def rms_norm_parameters(channels: int) -> dict[str, Parameter]:
+    """Declare an RMS norm, which has no bias."""
+    return {"weight": Parameter((channels,), (None,))}
+
+
+def rms_norm(p: dict, name: str, x: jax.Array, epsilon: float) -> jax.Array:
+    """``torch.nn.RMSNorm``: the mean square 1, then a factor for each channel.
+
+    ``x`` and the result are (..., channels).
+    """
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.square(wide).mean(axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean_square + epsilon)).astype(x.dtype) * p[f"{name}.weight"]
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -189,9 +213,9 @@ def gelu(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))
 
 
-def quick_gelu(x: jax.Array) -> jax.Array:
-    """transformers' ``QuickGELUActivation``, which approximates GELU by a sigmoid."""
-    return x * jax.nn.sigmoid(1.702 * x)
+def swiglu(gate: jax.Array, value: jax.Array) -> jax.Array:
+    """SwiGLU (Shazeer, 2020): one half of the channels decides how much passes of the other."""
+    return jax.nn.silu(gate) * value
 
 
 def upsample(x: jax.Array) -> jax.Array:
@@ -203,16 +227,16 @@ def upsample(x: jax.Array) -> jax.Array:
 
 
 def residual_parameters(inputs: int, outputs: int, time: int | None = None) -> dict[str, Parameter]:
-    """``time`` is how many channels the embedded timestep has."""
-    found = within("norm1", norm_parameters(inputs))
-    found |= within("conv1", conv_parameters(inputs, outputs))
+    """Declare a residual block; ``time`` is how many channels the embedded timestep has."""
+    declared = within("norm1", norm_parameters(inputs))
+    declared |= within("conv1", conv_parameters(inputs, outputs))
     if time is not None:
-        found |= within("time_emb_proj", linear_parameters(time, outputs))
-    found |= within("norm2", norm_parameters(outputs))
-    found |= within("conv2", conv_parameters(outputs, outputs))
+        declared |= within("time_emb_proj", linear_parameters(time, outputs))
+    declared |= within("norm2", norm_parameters(outputs))
+    declared |= within("conv2", conv_parameters(outputs, outputs))
     if inputs != outputs:
-        found |= within("conv_shortcut", conv_parameters(inputs, outputs, size=1))
-    return found
+        declared |= within("conv_shortcut", conv_parameters(inputs, outputs, size=1))
+    return declared
 
 
 def residual(

@@ -82,7 +82,7 @@ class Quantized:
         return (y * scale * self.scale).astype(self.dtype)
 
     def convolve(self, x: jax.Array, stride: int, padding: tuple[int, int]) -> jax.Array:
-        """A convolution of (batch, height, width, inputs), see ``course.sd.layers.conv``.
+        """A convolution of (batch, height, width, inputs), see ``course.model.layers.conv``.
 
         A pixel is multiplied by its neighbours' weights, too, so all of an image have one scale. It
         is written as a product of matrices: each pixel gets its neighbours' channels beside its own

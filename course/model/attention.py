@@ -12,28 +12,44 @@ JAX's kernel, ``flash``. Which one is faster, nobody has measured with this mode
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from course.sd.layers import Parameter, linear, linear_parameters, split_batch, within
+from course.model.layers import (
+    Parameter,
+    linear,
+    linear_parameters,
+    matrix_parameters,
+    split_batch,
+    within,
+)
 
 
-def plain(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool = False) -> jax.Array:
+def plain(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None = None,
+    score_dtype: Any = None,
+) -> jax.Array:
     """Attention as Vaswani et al. (2017) write it: softmax(query keyᵀ / √size) value.
 
     ``query`` and the result are (batch, queries, heads, size), ``key`` and ``value`` (batch, keys,
-    heads, size). If ``causal``, a query sees only the keys up to its own place, as in the text
-    encoder.
+    heads, size). ``mask`` says which keys a query sees: bool, (batch or 1, heads or 1, queries or
+    1, keys). Scores have the dtype of the queries and keys, or ``score_dtype``.
     """
     size = query.shape[-1]
+    # With heads first, and the scale on the queries, the TPU compiler fuses the products with the
+    # softmax, so that the scores of all heads are never in memory.
     query = (query * size**-0.5).swapaxes(1, 2)  # (batch, heads, queries, size)
     key = key.swapaxes(1, 2)  # (batch, heads, keys, size)
     value = value.swapaxes(1, 2)  # (batch, heads, keys, size)
-    scores = query @ key.swapaxes(2, 3)  # (batch, heads, queries, keys)
-    if causal:
-        sees = jnp.tri(*scores.shape[2:], dtype=bool)
-        scores = jnp.where(sees, scores, -jnp.inf)
+    # (batch, heads, queries, keys)
+    scores = jnp.matmul(query, key.swapaxes(2, 3), preferred_element_type=score_dtype)
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
     weights = jax.nn.softmax(scores).astype(value.dtype)
     return (weights @ value).swapaxes(1, 2)
 
@@ -44,7 +60,7 @@ def dot_product(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array
 
 
 def block_sizes(tokens: int, limit: int) -> tuple[int, int]:
-    """How many queries and how many keys the kernel has on the chip at a time.
+    """Return how many queries and how many keys the kernel has on the chip at a time.
 
     Both are multiples of 128, and one divides the other. Keys and values are read again for each
     block of queries, so blocks are large: up to about ``limit`` queries with twice as many keys,
@@ -116,7 +132,7 @@ ATTENTION = {"plain": plain, "dot_product": dot_product, "flash": flash}
 
 
 def find_attention(attention: str | Callable) -> Callable:
-    """The function of this name in ``ATTENTION``; a function is returned as it is.
+    """Return the function of this name in ``ATTENTION``; a function is returned as it is.
 
     A name that is not there raises ``ValueError``, and so does "flash" where there is no TPU.
     """
@@ -130,21 +146,18 @@ def find_attention(attention: str | Callable) -> Callable:
     if attention == "flash" and jax.default_backend() != "tpu":
         raise ValueError(
             f"The flash kernel runs on TPUs only, and this is a {jax.default_backend()}: choose "
-            "the attention 'plain', or give the function course.sd.attention.flash to "
+            "the attention 'plain', or give the function course.model.attention.flash to "
             "compile it for a TPU that is not here."
         )
     return ATTENTION[attention]
 
 
-def attention_parameters(
-    channels: int, context: int | None = None, bias: bool = False
-) -> dict[str, Parameter]:
-    """Those of diffusers' ``Attention``; ``context`` is how many channels a text's vectors have."""
-    query = linear_parameters(channels, channels, ("embed", "heads"), bias)
-    if context is None:
-        key = query
-    else:
-        key = linear_parameters(context, channels, ("context", "heads"), bias)
+def attention_parameters(channels: int, context: int | None = None) -> dict[str, Parameter]:
+    """Declare diffusers' ``Attention``; ``context`` is how many channels a text's vectors have."""
+    query = matrix_parameters(channels, channels, ("embed", "heads"))
+    key = query
+    if context is not None:
+        key = matrix_parameters(context, channels, ("context", "heads"))
     return {
         **within("to_q", query),
         **within("to_k", key),
@@ -154,7 +167,7 @@ def attention_parameters(
 
 
 def keys_and_values(p: dict, name: str, x: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
-    """The keys and values that queries find in ``x``, (batch, tokens, any number).
+    """Return the keys and values that queries find in ``x``, (batch, tokens, any number).
 
     Both are (batch, tokens, heads, size of a head).
     """

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from course.flux2.configs import TextConfig
-from course.flux2.layers import (
+from course.model.attention import plain
+from course.model.layers import (
     Parameter,
-    attention,
     linear,
-    linear_parameters,
+    matrix_parameters,
     rms_norm,
+    rms_norm_parameters,
     stack_parameters,
-    stacked,
+    stacked_layers,
     swiglu,
     within,
 )
@@ -30,17 +31,16 @@ def text_parameters(config: TextConfig) -> dict[str, Parameter]:
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     wide = config.intermediate_size
-    norm = {"weight": Parameter((width,), (None,))}
-    head = {"weight": Parameter((config.head_dim,), (None,))}
+    norm, head = rms_norm_parameters(width), rms_norm_parameters(config.head_dim)
     layer = within("input_layernorm", norm) | within("post_attention_layernorm", norm)
-    layer |= within("self_attn.q_proj", linear_parameters(width, queries, ("embed", "heads")))
-    layer |= within("self_attn.k_proj", linear_parameters(width, keys, ("embed", "heads")))
-    layer |= within("self_attn.v_proj", linear_parameters(width, keys, ("embed", "heads")))
-    layer |= within("self_attn.o_proj", linear_parameters(queries, width, ("heads", "embed")))
+    layer |= within("self_attn.q_proj", matrix_parameters(width, queries, ("embed", "heads")))
+    layer |= within("self_attn.k_proj", matrix_parameters(width, keys, ("embed", "heads")))
+    layer |= within("self_attn.v_proj", matrix_parameters(width, keys, ("embed", "heads")))
+    layer |= within("self_attn.o_proj", matrix_parameters(queries, width, ("heads", "embed")))
     layer |= within("self_attn.q_norm", head) | within("self_attn.k_norm", head)
-    layer |= within("mlp.gate_proj", linear_parameters(width, wide, ("embed", "mlp")))
-    layer |= within("mlp.up_proj", linear_parameters(width, wide, ("embed", "mlp")))
-    layer |= within("mlp.down_proj", linear_parameters(wide, width, ("mlp", "embed")))
+    layer |= within("mlp.gate_proj", matrix_parameters(width, wide, ("embed", "mlp")))
+    layer |= within("mlp.up_proj", matrix_parameters(width, wide, ("embed", "mlp")))
+    layer |= within("mlp.down_proj", matrix_parameters(wide, width, ("mlp", "embed")))
     return {
         EMBEDDINGS: Parameter((config.vocab_size, width), ("vocabulary", "embed")),
         **stack_parameters(LAYERS, config.read_layers[-1], layer),
@@ -68,6 +68,7 @@ def encode_text(p: dict, config: TextConfig, ids: jax.Array, mask: jax.Array) ->
     tokens = ids.shape[1]
     epsilon = config.rms_norm_eps
     rotation = rotary(tokens, config)
+    group = config.num_attention_heads // config.num_key_value_heads
     # A token sees itself and those before it, and no padding.
     causal = np.tri(tokens, dtype=bool)
     visible = causal & mask.astype(bool)[:, None, None, :]
@@ -82,7 +83,10 @@ def encode_text(p: dict, config: TextConfig, ids: jax.Array, mask: jax.Array) ->
         value = split_heads(linear(p, "self_attn.v_proj", y))
         query = rotate(rms_norm(p, "self_attn.q_norm", query, epsilon), rotation)
         key = rotate(rms_norm(p, "self_attn.k_norm", key, epsilon), rotation)
-        x += linear(p, "self_attn.o_proj", attention(query, key, value, visible))
+        # Several heads of queries share one of keys and values (grouped-query attention).
+        key, value = key.repeat(group, axis=2), value.repeat(group, axis=2)
+        seen = plain(query, key, value, visible, score_dtype=jnp.float32)
+        x += linear(p, "self_attn.o_proj", seen.reshape(*x.shape[:2], -1))
         y = rms_norm(p, "post_attention_layernorm", x, epsilon)
         hidden = swiglu(linear(p, "mlp.gate_proj", y), linear(p, "mlp.up_proj", y))
         x += linear(p, "mlp.down_proj", hidden)
@@ -90,7 +94,7 @@ def encode_text(p: dict, config: TextConfig, ids: jax.Array, mask: jax.Array) ->
 
     with jax.named_scope("text_encoder"):
         # The outputs of all layers: (layers, batch, tokens, channels).
-        _, outputs = jax.lax.scan(layer, p[EMBEDDINGS][ids], stacked(p, LAYERS))
+        _, outputs = jax.lax.scan(layer, p[EMBEDDINGS][ids], stacked_layers(p, LAYERS))
         read = [outputs[number - 1] for number in config.read_layers]
         return jnp.concatenate(read, axis=-1)
 

@@ -2,21 +2,22 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from course.sd import layers
-from course.sd.attention import plain
-from course.sd.configs import TextConfig
-from course.sd.layers import (
+from course.model import layers
+from course.model.attention import plain
+from course.model.layers import (
     Parameter,
     layer_norm,
     linear,
     linear_parameters,
+    matrix_parameters,
     norm_parameters,
-    quick_gelu,
     stack_parameters,
     stacked_layers,
     within,
 )
+from course.sd.configs import TextConfig
 
 EMBEDDINGS = "text_model.embeddings.token_embedding.weight"
 POSITIONS = "text_model.embeddings.position_embedding.weight"
@@ -41,9 +42,7 @@ def text_parameters(config: TextConfig) -> dict[str, Parameter]:
         **within("text_model.final_layer_norm", norm_parameters(width)),
     }
     if config.projects:
-        found |= within(
-            "text_projection", linear_parameters(width, config.projection_dim, bias=False)
-        )
+        found |= within("text_projection", matrix_parameters(width, config.projection_dim))
     return found
 
 
@@ -73,13 +72,14 @@ def encode_text(
     epsilon = config.layer_norm_eps
     heads = (*ids.shape, config.num_attention_heads, width // config.num_attention_heads)
     activation = quick_gelu if config.hidden_act == "quick_gelu" else layers.gelu
+    causal = np.tri(ids.shape[1], dtype=bool)  # a token sees itself and those before it
 
     def layer(x: jax.Array, p: dict) -> tuple[jax.Array, jax.Array]:
         y = layer_norm(p, "layer_norm1", x, epsilon)
         query = linear(p, "self_attn.q_proj", y).reshape(heads)
         key = linear(p, "self_attn.k_proj", y).reshape(heads)
         value = linear(p, "self_attn.v_proj", y).reshape(heads)
-        y = plain(query, key, value, causal=True).reshape(x.shape)
+        y = plain(query, key, value, causal).reshape(x.shape)
         x += linear(p, "self_attn.out_proj", y)
         y = layer_norm(p, "layer_norm2", x, epsilon)
         x += linear(p, "mlp.fc2", activation(linear(p, "mlp.fc1", y)))
@@ -98,3 +98,8 @@ def encode_text(
         if config.projects:
             pooled = linear(p, "text_projection", pooled)
     return hidden, last, pooled
+
+
+def quick_gelu(x: jax.Array) -> jax.Array:
+    """transformers' ``QuickGELUActivation``, which approximates GELU by a sigmoid."""
+    return x * jax.nn.sigmoid(1.702 * x)

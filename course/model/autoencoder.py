@@ -1,0 +1,176 @@
+"""The VAE of both models: from images to latents and back.
+
+Latents have fewer pixels than an image, an eighth of its height and width with four levels, and a
+few channels. What a model makes of them, numbers of variance 1 or tokens, is its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from course.model.attention import attend, keys_and_values
+from course.model.layers import (
+    Parameter,
+    conv,
+    conv_parameters,
+    group_norm,
+    linear_parameters,
+    norm_parameters,
+    residual,
+    residual_parameters,
+    upsample,
+    within,
+)
+
+EPSILON = 1e-6  # of all group norms
+
+
+@dataclass(frozen=True)
+class AutoencoderConfig:
+    """What an autoencoder's configuration says of its sizes; each model's has more."""
+
+    in_channels: int = 3
+    out_channels: int = 3
+    block_out_channels: tuple[int, ...] = (64,)  # of each level, from the image down
+    decoder_block_out_channels: tuple[int, ...] | None = None  # None: the same
+    layers_per_block: int = 1
+    latent_channels: int = 4
+    norm_num_groups: int = 32
+
+
+def autoencoder_parameters(config: AutoencoderConfig) -> dict[str, Parameter]:
+    """Return shapes and logical axes of the parameters, by name."""
+    latents = config.latent_channels
+    few = (None, None)  # too few channels to be split
+    return {
+        **within("encoder", _encoder_parameters(config)),
+        **within("quant_conv", conv_parameters(2 * latents, 2 * latents, size=1, axes=few)),
+        **within("post_quant_conv", conv_parameters(latents, latents, size=1, axes=few)),
+        **within("decoder", _decoder_parameters(config)),
+    }
+
+
+def _encoder_parameters(config: AutoencoderConfig) -> dict[str, Parameter]:
+    channels = config.block_out_channels
+    inputs = channels[0]
+    declared = within(
+        "conv_in", conv_parameters(config.in_channels, inputs, axes=(None, "outputs"))
+    )
+    for level, outputs in enumerate(channels):
+        name = f"down_blocks.{level}"
+        for n in range(config.layers_per_block):
+            declared |= within(f"{name}.resnets.{n}", residual_parameters(inputs, outputs))
+            inputs = outputs
+        if level < len(channels) - 1:
+            declared |= within(f"{name}.downsamplers.0.conv", conv_parameters(outputs, outputs))
+    declared |= within("mid_block", _middle_parameters(inputs))
+    declared |= within("conv_norm_out", norm_parameters(inputs))
+    last = conv_parameters(inputs, 2 * config.latent_channels, axes=(None, None))
+    return declared | within("conv_out", last)
+
+
+def _decoder_parameters(config: AutoencoderConfig) -> dict[str, Parameter]:
+    channels = (config.decoder_block_out_channels or config.block_out_channels)[::-1]
+    inputs = channels[0]
+    declared = within(
+        "conv_in", conv_parameters(config.latent_channels, inputs, axes=(None, "outputs"))
+    )
+    declared |= within("mid_block", _middle_parameters(inputs))
+    for level, outputs in enumerate(channels):
+        name = f"up_blocks.{level}"
+        for n in range(config.layers_per_block + 1):
+            declared |= within(f"{name}.resnets.{n}", residual_parameters(inputs, outputs))
+            inputs = outputs
+        if level < len(channels) - 1:
+            declared |= within(f"{name}.upsamplers.0.conv", conv_parameters(outputs, outputs))
+    declared |= within("conv_norm_out", norm_parameters(inputs))
+    last = conv_parameters(inputs, config.out_channels, axes=(None, None))
+    return declared | within("conv_out", last)
+
+
+def _middle_parameters(channels: int) -> dict[str, Parameter]:
+    declared = within("resnets.0", residual_parameters(channels, channels))
+    declared |= within("attentions.0.group_norm", norm_parameters(channels))
+    for name in ("to_q", "to_k", "to_v", "to_out.0"):
+        # Not by heads, as other attentions: there is only one.
+        declared |= within(f"attentions.0.{name}", linear_parameters(channels, channels))
+    return declared | within("resnets.1", residual_parameters(channels, channels))
+
+
+def encode_latents(
+    p: dict, config: AutoencoderConfig, images: jax.Array, attention: str | Callable = "plain"
+) -> tuple[jax.Array, jax.Array]:
+    """Return mean and standard deviation of the latents of images.
+
+    Images are from 0 to 1, (batch, height, width, 3). Both results are (batch, height / 8,
+    width / 8, latent channels), float32.
+
+    Raises
+    ------
+    ValueError
+        If images are whole numbers.
+    """
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise ValueError(
+            f"Images are numbers from 0 to 1, and these are {images.dtype}: divide them by 255."
+        )
+    levels = len(config.block_out_channels)
+    groups = config.norm_num_groups
+    with jax.named_scope("encoder"):
+        x = conv(p, "encoder.conv_in", 2 * images - 1)
+        for level in range(levels):
+            name = f"encoder.down_blocks.{level}"
+            for n in range(config.layers_per_block):
+                x = residual(p, f"{name}.resnets.{n}", x, groups, EPSILON)
+            if level < levels - 1:
+                # Zeros come below and on the right only, where a UNet has them on all sides.
+                x = conv(p, f"{name}.downsamplers.0.conv", x, stride=2, padding=(0, 1))
+        x = _middle(p, "encoder.mid_block", x, groups, attention)
+        x = jax.nn.silu(group_norm(p, "encoder.conv_norm_out", x, groups, EPSILON))
+        x = conv(p, "encoder.conv_out", x)
+        x = conv(p, "quant_conv", x).astype(jnp.float32)
+        mean, log_variance = jnp.split(x, 2, axis=-1)
+        return mean, jnp.exp(log_variance.clip(-30, 20) / 2)
+
+
+def decode_latents(
+    p: dict, config: AutoencoderConfig, latents: jax.Array, attention: str | Callable = "plain"
+) -> jax.Array:
+    """Return the images of latents.
+
+    Latents, as the encoder gives them, are (batch, height, width, latent channels). Images are from
+    0 to 1, (batch, 8 height, 8 width, 3), float32.
+    """
+    levels = len(config.block_out_channels)
+    groups = config.norm_num_groups
+    with jax.named_scope("decoder"):
+        x = conv(p, "post_quant_conv", latents)
+        x = conv(p, "decoder.conv_in", x)
+        x = _middle(p, "decoder.mid_block", x, groups, attention)
+        for level in range(levels):
+            name = f"decoder.up_blocks.{level}"
+            for n in range(config.layers_per_block + 1):
+                x = residual(p, f"{name}.resnets.{n}", x, groups, EPSILON)
+            if level < levels - 1:
+                x = conv(p, f"{name}.upsamplers.0.conv", upsample(x))
+        x = jax.nn.silu(group_norm(p, "decoder.conv_norm_out", x, groups, EPSILON))
+        x = conv(p, "decoder.conv_out", x)
+        return (x.astype(jnp.float32) / 2 + 0.5).clip(0, 1)
+
+
+def _middle(p: dict, name: str, x: jax.Array, groups: int, attention: str | Callable) -> jax.Array:
+    """diffusers' ``UNetMidBlock2D``: each pixel looks at all others, with one head.
+
+    From (batch, height, width, channels) to the same shape.
+    """
+    channels = x.shape[-1]
+    x = residual(p, f"{name}.resnets.0", x, groups, EPSILON)
+    layer = f"{name}.attentions.0"
+    y = group_norm(p, f"{layer}.group_norm", x, groups, EPSILON)
+    y = y.reshape(len(x), -1, channels)  # (batch, pixels, channels)
+    key, value = keys_and_values(p, layer, y, heads=1)
+    y = attend(p, layer, y, key, value, attention)
+    x += y.reshape(x.shape)
+    return residual(p, f"{name}.resnets.1", x, groups, EPSILON)
