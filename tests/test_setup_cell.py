@@ -203,8 +203,12 @@ def test_a_name_that_is_no_repository_changes_nothing(clone):
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
-def test_the_readme_opens_every_chapter_in_colab_and_on_kaggle(path):
-    readme = (set_repo.ROOT / "README.md").read_text()
-    links = dict(set_repo.launch_links(set_repo.stamped_repository(), path.name))
-    assert links["Colab"] in readme
-    assert links["Kaggle"] in readme
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_the_readmes_badges_open_every_chapter_in_colab_and_on_kaggle(readme, path):
+    text = (set_repo.ROOT / readme).read_text()
+    name = path.name
+    if "zh-CN" in readme and (set_repo.ROOT / "notebooks" / "zh-CN" / name).exists():
+        name = f"zh-CN/{name}"
+    links = dict(set_repo.launch_links(set_repo.stamped_repository(), name))
+    for place in ("Colab", "Kaggle"):
+        assert f"](docs/_static/{place.lower()}.svg)]({links[place]})" in text

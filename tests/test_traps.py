@@ -6,9 +6,8 @@ fails, and nothing is repeated here.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from diffusers import FlaxEulerDiscreteScheduler, FlaxPNDMScheduler, FlaxStableDiffusionPipeline
+from diffusers import FlaxPNDMScheduler, FlaxStableDiffusionPipeline
 from flax.jax_utils import replicate
 
 from helpers import create_key, prepare_prompts, split_keys
@@ -36,15 +35,6 @@ def test_an_integer_guidance_scale_fails_without_naming_the_cause(pipeline, inpu
     assert "guidance" not in str(error.value)
 
 
-def test_guidance_scale_1_is_the_prompt_alone_and_0_the_empty_prompt(pipeline, params):
-    """Classifier-free guidance is always on."""
-    heart, empty = (pipeline.prepare_inputs(prompt) for prompt in ("a red heart", ""))
-    generate = jax.jit(pipeline._generate, static_argnums=(3, 4, 5))
-    without = generate(heart, params, create_key(0), 5, 64, 64, 0.0)
-    of_empty = generate(empty, params, create_key(0), 5, 64, 64, 3.0)
-    assert np.abs(np.asarray(without) - np.asarray(of_empty)).max() < 1e-3
-
-
 def test_a_long_prompt_is_cut_without_a_word(pipeline, recwarn):
     assert pipeline.prepare_inputs("a heart " * 100).shape == (1, 77)
     assert not recwarn.list
@@ -54,16 +44,6 @@ def test_pndm_leaves_out_its_last_step():
     scheduler = FlaxPNDMScheduler(skip_prk_steps=True)
     state = scheduler.set_timesteps(scheduler.create_state(), 20, shape=(1, 4, 8, 8))
     assert len(state.timesteps) == 21  # the pipeline's loop makes 20 steps
-
-
-def test_euler_needs_leading_timesteps():
-    misses = {}
-    for spacing in ("linspace", "leading"):
-        scheduler = FlaxEulerDiscreteScheduler(timestep_spacing=spacing)
-        state = scheduler.set_timesteps(scheduler.create_state(), 50)
-        timesteps = np.asarray(state.timesteps)
-        misses[spacing] = int((~np.isin(timesteps.astype(np.int32), timesteps)).sum())
-    assert misses == {"linspace": 48, "leading": 0}
 
 
 # Lines of the original guides, of which a page says what they do today
