@@ -1,4 +1,4 @@
-"""Which files are read: each kind in the list that the site shows, tried on a file of that kind.
+"""Which files are read: each kind in docs/which-files.toml, tried by the function of its name.
 
 The files are made here of the bundled checkpoints, or were written by PEFT, diffusers and LyCORIS
 (``python -m tests.makers.strangers``).
@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import shutil
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from safetensors.numpy import load_file
 import course.convert
 import helpers.checkpoints
 from course import flux2, sd
-from course.files import KINDS
 from course.flux2.weights import to_files
 from course.sd import convert, lora
 from course.sd.clip import EMBEDDINGS
@@ -35,6 +35,10 @@ STRANGERS = common.FIXTURES / "strangers"
 KOHYA = SD.parent / "loras" / "star-for-heart.safetensors"
 PEFT = SD.parent / "loras" / "blue-for-red.safetensors"
 UNET = "unet/diffusion_pytorch_model"
+LIST = common.ROOT / "docs" / "which-files.toml"
+KINDS = {}
+for group in tomllib.loads(LIST.read_text(encoding="utf-8"))["groups"]:
+    KINDS |= group["kinds"]
 
 
 class Bench:
@@ -123,7 +127,7 @@ def without(tensors, *beginnings):
 # One file with a whole model.
 
 
-def sd1(bench):
+def try_sd1(bench):
     bench.single(bench.singles["sd"])
     for dtype in (np.float16, jnp.bfloat16):
         expected = jax.tree.map(lambda x, dtype=dtype: np.asarray(x, dtype), bench.params)
@@ -131,16 +135,16 @@ def sd1(bench):
         bench.single(tensors, expected=expected)
 
 
-def ema(bench):
+def try_ema(bench):
     bench.single(make.with_training(bench.singles["sd"]))
 
 
-def short_text(bench):
+def try_short_text(bench):
     layouts = make.layout_of("text_encoder", convert.TEXT_1, "short")
     bench.single(make.single_file(bench.params, bench.config, layouts))
 
 
-def sd2(bench):
+def try_sd2(bench):
     tensors = make.single_file(bench.params, bench.sd2_config)
     assert any(name.startswith("cond_stage_model.model.") for name in tensors)
     bench.single(tensors, bench.sd2_config)
@@ -159,7 +163,7 @@ def wide_norms(tensors):
     return tensors | {name: np.linspace(-1, 1, tensors[name].size, dtype=np.float32)}
 
 
-def sd2_v(bench):
+def try_sd2_v(bench):
     file = make.save(wide_norms(make.single_file(bench.params, bench.sd2_config)), bench.file)
     assert bench.sd2_config.schedule.prediction_type == "v_prediction"
     schedule = convert.read_schedule(file, bench.sd2_config)
@@ -174,16 +178,16 @@ def like_base(config):
     return dataclasses.replace(config, schedule=schedule)
 
 
-def sd2_v_like_base(bench):
+def try_sd2_v_like_base(bench):
     file = make.save(wide_norms(make.single_file(bench.params, bench.sd2_config)), bench.file)
     convert.read_schedule(file, like_base(bench.sd2_config))
 
 
-def xl(bench):
+def try_xl(bench):
     bench.single(bench.singles["xl"], bench.xl_config, bench.xl_params)
 
 
-def xl_v(bench):
+def try_xl_v(bench):
     base = like_base(bench.xl_config)
     empty = np.zeros(0, np.float32)
     file = make.save(bench.singles["xl"] | {"v_pred": empty, "ztsnr": empty}, bench.file)
@@ -210,14 +214,14 @@ def xl_v(bench):
     assert make.is_same(params, bench.xl_params)
 
 
-def diffusers_names(bench):
+def try_diffusers_names(bench):
     layouts = {}
     for part in ("unet", "vae", "text_encoder"):
         layouts |= make.layout_of(part, f"{part}.")
     bench.single(make.single_file(bench.params, bench.config, layouts))
 
 
-def other_vae(bench):
+def try_other_vae(bench):
     zeros = jax.tree.map(np.zeros_like, bench.params["vae"])
     expected = bench.params | {"vae": zeros}
     for layout in convert.ALONE["vae"]:
@@ -229,7 +233,7 @@ def other_vae(bench):
     bench.single(bench.singles["sd"], vae=bench.folder / "vae")
 
 
-def other_text(bench):
+def try_other_text(bench):
     zeros = jax.tree.map(np.zeros_like, bench.params["text_encoder"])
     for layout in convert.ALONE["text_encoder"]:
         alone = make.single_file({"text_encoder": zeros}, bench.config, {"text_encoder": layout})
@@ -238,44 +242,44 @@ def other_text(bench):
         bench.single(bench.singles["sd"], expected=expected, text_encoder=file)
 
 
-def no_vae(bench):
+def try_no_vae(bench):
     bench.single(without(bench.singles["sd"], convert.VAE))
 
 
-def only_unet(bench):
+def try_only_unet(bench):
     layouts = {"unet": convert.Layout("", "diffusers")}
     alone = make.single_file({"unet": bench.params["unet"]}, bench.config, layouts)
     bench.single(alone, vae=bench.folder, text_encoder=bench.folder)
     bench.single(alone)
 
 
-def wrong_kind(bench):
+def try_wrong_kind(bench):
     name = "model.diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight"
     bench.single(bench.singles["sd"] | {name: np.zeros((96, 2048), np.float32)})
 
 
-def inpainting(bench):
+def try_inpainting(bench):
     bench.single(make.for_inpainting(bench.singles["sd"]))
 
 
-def edm(bench):
+def try_edm(bench):
     bench.single(bench.singles["xl"] | {"edm_vpred.sigma_max": np.zeros(1, np.float32)})
 
 
-def sd3_flux(bench):
+def try_sd3_flux(bench):
     bench.single({"double_blocks.0.img_attn.qkv.weight": np.zeros((3, 3), np.float32)})
 
 
-def fp8(bench):
+def try_fp8(bench):
     bench.single(make.in_8_bits(bench.singles["sd"]))
 
 
-def gguf(bench):
+def try_gguf(bench):
     bench.file.write_bytes(b"GGUF\x03\0\0\0" + bytes(99))
     convert.read_single_file(bench.file, bench.config)
 
 
-def pickle(bench):
+def try_pickle(bench):
     for name in ("model.ckpt", "model.pt", "model.pth", "model.bin"):
         with pytest.raises(ValueError, match="is a pickle"):
             convert.read_single_file(bench.place / name, bench.config)
@@ -283,12 +287,12 @@ def pickle(bench):
     convert.read_single_file(bench.file, bench.config)
 
 
-def lfs(bench):
+def try_lfs(bench):
     bench.file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4\n")
     convert.read_single_file(bench.file, bench.config)
 
 
-def page(bench):
+def try_page(bench):
     bench.file.write_bytes(b"\n<!DOCTYPE html><html>Log in, please</html>")
     convert.read_single_file(bench.file, bench.config)
 
@@ -296,7 +300,7 @@ def page(bench):
 # Folders.
 
 
-def folder_in_any_dtype(bench):
+def try_folder(bench):
     for dtype in (np.float32, np.float16, jnp.bfloat16):
         place = bench.place / jnp.dtype(dtype).name
         convert.save(bench.params, SD, place, dtype)
@@ -305,14 +309,14 @@ def folder_in_any_dtype(bench):
     assert make.is_same(sd.load(SD)[0], bench.params)  # which has Flax weights
 
 
-def variant(bench):
+def try_variant(bench):
     folder = bench.folder_copy()
     for file in folder.rglob("*.safetensors"):
         file.rename(file.with_suffix(".fp16.safetensors"))
     assert make.is_same(sd.load(folder, variant="fp16")[0], bench.params)
 
 
-def shards(bench):
+def try_shards(bench):
     folder = bench.folder_copy()
     whole = folder / f"{UNET}.safetensors"
     tensors = load_file(whole)
@@ -328,7 +332,7 @@ def shards(bench):
     assert make.is_same(sd.load(folder)[0], bench.params)
 
 
-def hub(bench):
+def try_hub(bench):
     asked = []
 
     def give(hub_id, revision, **options):
@@ -344,7 +348,7 @@ def hub(bench):
     assert find_folder(bench.folder) == bench.folder
 
 
-def schedulers(bench):
+def try_schedulers(bench):
     found = {}
     for kind, options in {
         "UniPCMultistepScheduler": {"solver_type": "bh2", "predict_x0": True},
@@ -370,7 +374,7 @@ def schedulers(bench):
     assert list(found.values()) == ["dpm++", "dpm++", "euler", "euler", "dpm++"]
 
 
-def klein(bench):
+def try_flux2(bench):
     source = Path(bundled_checkpoint("shapes-flux2").source)
     params, _, _ = flux2.load(source)
     copy = shutil.copytree(source, bench.place / "klein")
@@ -389,13 +393,13 @@ def klein(bench):
     assert make.is_same(flux2.load(copy)[0], params)
 
 
-def only_bin(bench):
+def try_only_bin(bench):
     folder = bench.folder_copy()
     (folder / f"{UNET}.safetensors").rename(folder / f"{UNET}.bin")
     sd.load(folder)
 
 
-def inpainting_folder(bench):
+def try_inpainting_folder(bench):
     folder = bench.folder_copy()
     make.edit_json(folder / "unet" / "config.json", lambda options: options | {"in_channels": 9})
     with pytest.raises(ValueError, match="9 channels in and 4 out, as for inpainting"):
@@ -407,7 +411,7 @@ def inpainting_folder(bench):
     sd.load(folder)
 
 
-def other_pipeline(bench):
+def try_other_pipeline(bench):
     folder = bench.folder_copy()
     make.edit_json(
         folder / "model_index.json", lambda index: index | {"_class_name": "FluxPipeline"}
@@ -418,7 +422,7 @@ def other_pipeline(bench):
 # LoRA.
 
 
-def kohya(bench):
+def try_kohya(bench):
     found = bench.lora(KOHYA)
     assert any("conv" in name for name in found["unet"])  # test_own_weights draws with it
     xl = common.FIXTURES / "lora-random-xl.safetensors"
@@ -426,44 +430,56 @@ def kohya(bench):
     assert found.keys() == {"unet", "text_encoder", "text_encoder_2"}
 
 
-def peft(bench):
+def try_peft(bench):
     assert bench.lora(PEFT).keys() == {"unet", "text_encoder"}  # test_own_weights draws with it
 
 
-def peft_bare(bench):
+def try_peft_bare(bench):
     bench.products("peft-bare", STRANGERS / "peft" / "adapter_model.safetensors")
 
 
-def no_prefix(bench):
+def try_no_prefix(bench):
     bench.products("no-prefix", STRANGERS / "no-prefix.safetensors")
 
 
-def old_diffusers(bench):
+def try_old_diffusers(bench):
     bench.products("old-diffusers", STRANGERS / "old-diffusers.safetensors")
 
 
-def peft_no_config(bench):
+def try_peft_no_config(bench):
     file = bench.place / "adapter_model.safetensors"
     shutil.copyfile(STRANGERS / "peft" / file.name, file)
     bench.lora(file)
 
 
-def dora(bench):
+def try_dora(bench):
     with pytest.raises(ValueError, match=r"is DoRA, as base_model.*lora_magnitude_vector"):
         bench.lora(STRANGERS / "peft-dora" / "adapter_model.safetensors")
     bench.lora(STRANGERS / "dora.safetensors")
 
 
-def of_lycoris(name):
-    return lambda bench: bench.lora(STRANGERS / f"{name}.safetensors")
+def try_loha(bench):
+    bench.lora(STRANGERS / "loha.safetensors")
 
 
-def bundle(bench):
+def try_lokr(bench):
+    bench.lora(STRANGERS / "lokr.safetensors")
+
+
+def try_tucker(bench):
+    bench.lora(STRANGERS / "tucker.safetensors")
+
+
+def try_diff(bench):
+    bench.lora(STRANGERS / "diff.safetensors")
+
+
+def try_bundle(bench):
     more = {"bundle_emb.toy.string_to_param.*": np.zeros((1, 64), np.float32)}
     bench.lora(make.save(load_file(KOHYA) | more, bench.file))
 
 
-def other_model(bench):
+def try_other_model(bench):
     xl = common.FIXTURES / "lora-random-xl.safetensors"
     with pytest.raises(ValueError, match="was made for Stable Diffusion XL: get one"):
         bench.lora(xl)
@@ -476,7 +492,7 @@ def other_model(bench):
 # New words.
 
 
-def word(bench):
+def try_word(bench):
     vectors = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
     for rows in (vectors[0], vectors[:1], vectors):
         params, config, tokenize = bench.word({"<cat-toy>": rows})
@@ -491,13 +507,13 @@ def word(bench):
         assert ids[: 5 + number] == [*plain[:3], *new, *plain[3:5]]
 
 
-def emb_params(bench):
+def try_emb_params(bench):
     _, _, tokenize = bench.word({"emb_params": np.ones((2, 64), np.float32)}, "toy.safetensors")
     size = len(bench.params["text_encoder"][EMBEDDINGS])
     assert tokenize(["toy"])[0, 0, 1:3].tolist() == [size, size + 1]
 
 
-def xl_word(bench):
+def try_xl_word(bench):
     first, second = (text.hidden_size for text in bench.xl_config.text)
     tensors = {
         "clip_l": np.ones((2, first), np.float32),
@@ -513,78 +529,26 @@ def xl_word(bench):
         assert row[2:4].tolist() == [size, size + 1]
 
 
-def wrong_word(bench):
+def try_wrong_word(bench):
     with pytest.raises(ValueError, match="has a vector of"):
         bench.word({"toy": np.ones((1, 768), np.float32)})
     bench.word({"clip_l": np.ones((1, 64)), "clip_g": np.ones((1, 64))})
 
 
-def pt_word(bench):
+def try_pt_word(bench):
     lora.read_embedding(bench.place / "toy.pt", bench.params, bench.config, bench.tokenize)
 
 
-CASES = {
-    "sd1": sd1,
-    "ema": ema,
-    "short-text": short_text,
-    "sd2": sd2,
-    "sd2-v": sd2_v,
-    "sd2-v-like-base": sd2_v_like_base,
-    "xl": xl,
-    "xl-v": xl_v,
-    "diffusers-names": diffusers_names,
-    "other-vae": other_vae,
-    "other-text": other_text,
-    "no-vae": no_vae,
-    "only-unet": only_unet,
-    "wrong-kind": wrong_kind,
-    "inpainting": inpainting,
-    "edm": edm,
-    "sd3-flux": sd3_flux,
-    "fp8": fp8,
-    "gguf": gguf,
-    "pickle": pickle,
-    "lfs": lfs,
-    "page": page,
-    "folder": folder_in_any_dtype,
-    "variant": variant,
-    "shards": shards,
-    "hub": hub,
-    "schedulers": schedulers,
-    "flux2": klein,
-    "only-bin": only_bin,
-    "inpainting-folder": inpainting_folder,
-    "other-pipeline": other_pipeline,
-    "kohya": kohya,
-    "peft": peft,
-    "peft-bare": peft_bare,
-    "no-prefix": no_prefix,
-    "old-diffusers": old_diffusers,
-    "peft-no-config": peft_no_config,
-    "dora": dora,
-    "loha": of_lycoris("loha"),
-    "lokr": of_lycoris("lokr"),
-    "tucker": of_lycoris("tucker"),
-    "diff": of_lycoris("diff"),
-    "bundle": bundle,
-    "other-model": other_model,
-    "word": word,
-    "emb-params": emb_params,
-    "xl-word": xl_word,
-    "wrong-word": wrong_word,
-    "pt-word": pt_word,
-}
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_each_kind_of_file_reads_or_is_refused_by_a_sentence(bench, kind):
-    case = CASES[kind.name]
-    if kind.reads:
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_file_reads_or_is_refused_by_a_sentence(bench, name):
+    try_kind = globals()[f"try_{name.replace('-', '_')}"]
+    sentence = KINDS[name].get("refused")
+    if sentence is None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing is read with a warning that the list hides
-            case(bench)
+            try_kind(bench)
         return
     with pytest.raises((FileNotFoundError, ValueError)) as refused:
-        case(bench)
-    assert kind.says in str(refused.value)
+        try_kind(bench)
+    assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)

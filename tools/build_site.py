@@ -24,7 +24,6 @@ from pathlib import Path
 import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
-from course import files
 from course.tpu import records
 from tools import browser_demo
 from tools.chapters import CHAPTERS, EXECUTED, find_problem
@@ -34,6 +33,7 @@ from tools.translations import LANGUAGE, place_of
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "build" / "site"
 NOTEBOOKS = {"en": ROOT / "notebooks", LANGUAGE: ROOT / "notebooks" / LANGUAGE}
+KINDS_OF_FILES = ROOT / "docs" / "which-files.toml"
 READMES = {"en": ROOT / "README.md", LANGUAGE: ROOT / f"README.{LANGUAGE}.md"}
 # What stands on folded cells, by their tags, of which the last one counts.
 SHOW = {"en": "Show {}", LANGUAGE: "展开{}"}
@@ -139,17 +139,29 @@ def fill_in(text: str, language: str, executed: Path) -> str:
 
 
 def files_tables(language: str) -> str:
-    """The kinds of files that can be used, and those that cannot."""
-    if language == "en":
-        return files.page()
-    texts = tomllib.loads((ROOT / "docs" / language / "which-files.toml").read_text())
+    """The kinds of files that can be used, and those that cannot: a table for each group."""
+    texts = {}
+    if language != "en":
+        texts = tomllib.loads((ROOT / "docs" / language / "which-files.toml").read_text())
 
     def translate(text: str) -> str:
+        if language == "en":
+            return text
         if text not in texts:
             raise KeyError(f"docs/{language}/which-files.toml has no translation of {text!r}.")
         return texts[text]
 
-    return files.page(translate)
+    lines = []
+    for group in tomllib.loads(KINDS_OF_FILES.read_text())["groups"]:
+        columns = " | ".join(translate(title) for title in ("file", "here", "how"))
+        lines += [f"## {translate(group['title'])}", "", f"| {columns} |", "| --- | --- | --- |"]
+        for kind in group["kinds"].values():
+            here = translate("reads")
+            if "refused" in kind:
+                here = translate("refused: “… {} …”").format(kind["refused"])
+            lines.append(f"| {translate(kind['file'])} | {here} | {translate(kind['how'])} |")
+        lines.append("")
+    return "\n".join(lines).rstrip("\n")
 
 
 def raw_html(name: str, language: str, depth: int) -> str:
