@@ -24,7 +24,6 @@ import psutil
 from benchmarks import record_steps
 from benchmarks.common import FOLDER, ROOT, machine, origin, read_json, write_json
 from course import sd
-from course.sd import convert
 from helpers import find_data, quiet_warnings
 
 TARGET = FOLDER / "cpu.json"
@@ -110,7 +109,7 @@ class PyTorch:
 def write_for_pytorch(source: Path, target: Path) -> None:
     """Write the bundled pipeline as PyTorch has it."""
     params, _, _ = sd.load(source)
-    convert.save(params, source, target)
+    sd.save(params, source, target)
 
 
 def pytorch_versions() -> dict[str, str]:

@@ -35,6 +35,7 @@ from benchmarks.common import (
 )
 from course import sd
 from course.finetune import photos, training
+from course.model.lora import merge
 from course.sd import lora
 from course.shapes import judge, scenes
 from helpers import bundled_checkpoint
@@ -82,7 +83,7 @@ def read_images(file: Path | None, kinds: dict = KINDS) -> dict[str, list]:
     params, config, tokenize = sd.load(bundled_checkpoint("shapes-sd").source)
     if file:
         params, config, tokenize = lora.read_word(file, params, config, tokenize)
-        params = lora.merge(params, lora.read_lora(file, params, config))
+        params = merge(params, lora.read_lora(file, params, config))
     draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
     found = {}
     for kind, asked in kinds.items():

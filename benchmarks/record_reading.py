@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 from benchmarks.common import FOLDER, machine, origin, write_json
 from course import sd
-from course.sd.weights import to_channels_first, unstack_layers
+from course.model.files import to_channels_first, unstack_layers
 from course.tpu.programs import CONFIGURATIONS
 from helpers import bundled_checkpoint
 

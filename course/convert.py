@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from course.sd import read_config
-from course.sd.convert import read_schedule, read_single_file, save
-from course.sd.weights import PICKLE_SUFFIXES
+from course.model.files import PICKLE_SUFFIXES
+from course.sd import read_config, save
+from course.sd.convert import read_schedule, read_single_file
 from helpers import find_folder
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from course import sd
 from course.convert import DTYPES
-from course.sd.convert import save
-from course.sd.lora import merge, read_lora, word_file
-from course.sd.weights import stored_dtypes
+from course.model.files import stored_dtypes
+from course.model.lora import merge
+from course.sd.lora import read_lora, word_file
 from helpers import find_folder
 
 
@@ -58,8 +58,8 @@ def main() -> None:
         if arguments.dtype:
             dtype = jnp.dtype(arguments.dtype)
         else:
-            dtype = stored_dtypes(source, config, arguments.variant)
-        save(params, source, arguments.folder, dtype)
+            dtype = stored_dtypes(source, params, arguments.variant)
+        sd.save(params, source, arguments.folder, dtype)
     except (OSError, ValueError, RuntimeError) as error:
         sys.exit(str(error))
     print(f"Wrote {arguments.folder}.")

@@ -21,10 +21,9 @@ from safetensors.numpy import load_file
 import course.convert
 import helpers.checkpoints
 from course import flux2, sd
-from course.flux2.weights import to_files
+from course.model.files import stack_layers, to_files, unstack_layers
 from course.sd import convert, lora
 from course.sd.clip import EMBEDDINGS
-from course.sd.weights import stack_layers, unstack_layers
 from helpers import bundled_checkpoint, find_folder
 from tests.makers import common
 from tests.makers import files as make
@@ -111,7 +110,7 @@ def singles(models):
 @pytest.fixture(scope="module")
 def folder(models, tmp_path_factory):
     place = tmp_path_factory.mktemp("saved")
-    convert.save(models["sd"][0], SD, place)
+    sd.save(models["sd"][0], SD, place)
     return place
 
 
@@ -303,7 +302,7 @@ def try_page(bench):
 def try_folder(bench):
     for dtype in (np.float32, np.float16, jnp.bfloat16):
         place = bench.place / jnp.dtype(dtype).name
-        convert.save(bench.params, SD, place, dtype)
+        sd.save(bench.params, SD, place, dtype)
         expected = jax.tree.map(lambda x, dtype=dtype: np.float32(x.astype(dtype)), bench.params)
         assert make.is_same(sd.load(place)[0], expected)
     assert make.is_same(sd.load(SD)[0], bench.params)  # which has Flax weights

@@ -27,7 +27,8 @@ from benchmarks import record_finetune
 from course import sd
 from course.finetune import photos, training
 from course.finetune.__main__ import main
-from course.sd import convert, lora
+from course.model.lora import merge
+from course.sd import lora
 from course.shapes import judge, scenes
 from helpers import bundled_checkpoint
 
@@ -66,7 +67,7 @@ def small(tmp_path_factory):
     rng = np.random.default_rng(0)
     shapes = sd.parameter_shapes(sd.read_config(folder))
     params = jax.tree.map(lambda x: 0.1 * rng.standard_normal(x.shape, np.float32), shapes)
-    convert.save(params, folder, folder)
+    sd.save(params, folder, folder)
     return folder
 
 
@@ -386,7 +387,7 @@ def test_a_state_of_something_else_is_not_resumed(study, lesson, small, tmp_path
     other, *_ = sd.load(SOURCE)
     pairs = jax.tree.map(lambda matrix: matrix + 1e-3, training.start_lora(lesson[0], RECIPE))
     name, pair = next(iter(pairs["unet"].items()))
-    merged = lora.merge(lesson[0], {"unet": {name: pair}})
+    merged = merge(lesson[0], {"unet": {name: pair}})
     for different in (other, merged):
         with pytest.raises(ValueError, match="of other parameters of the model"):
             training.Saver(tmp_path, training.describe(different, RECIPE, lesson[2]))
@@ -525,7 +526,7 @@ def test_pytorch_draws_the_same_with_the_shipped_files():
     prompts = [str(prompt) for prompt in recorded["prompts"]]
     ids = tokenize(prompts)
     assert np.array_equal(ids[:, 0], recorded["ids"])
-    merged = lora.merge(params, lora.read_lora(SHIPPED, params, config))
+    merged = merge(params, lora.read_lora(SHIPPED, params, config))
     latents, empty = np.moveaxis(recorded["latents"], 1, -1), tokenize([""])
     draw = jax.jit(
         lambda params: sd.generate(params, config, ids, jax.random.key(0), empty, 10, 3.0, latents)

@@ -14,16 +14,16 @@ from transformers import CLIPTokenizerFast
 
 from course import sd
 from course.model.autoencoder import autoencoder_parameters
-from course.model.parameters import declared_shapes
-from course.sd import clip, configs, samplers, unet, vae
-from course.sd.tokenizer import Tokenizer, read_tokenizer
-from course.sd.weights import (
+from course.model.files import (
     read_part,
     stack_layers,
     to_channels_first,
     to_channels_last,
     unstack_layers,
 )
+from course.model.parameters import declared_shapes
+from course.sd import clip, configs, samplers, unet, vae
+from course.sd.tokenizer import Tokenizer, read_tokenizer
 from helpers import bundled_checkpoint
 from tests.makers import common
 

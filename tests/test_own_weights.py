@@ -25,13 +25,9 @@ import course.convert
 import course.lora
 import helpers.checkpoints
 from course import sd
+from course.model.files import FLOATS, Stored, read_safetensors, to_channels_first, unstack_layers
+from course.model.lora import attach, merge
 from course.sd import convert, edit, lora, samplers, vae
-from course.sd.weights import (
-    DTYPES,
-    map_safetensors,
-    to_channels_first,
-    unstack_layers,
-)
 from helpers import bundled_checkpoint
 from tests.makers import common
 from tests.makers import files as make
@@ -58,7 +54,7 @@ def models():
 def folder(models, tmp_path_factory):
     """What `save` makes of the bundled checkpoint of Stable Diffusion 1."""
     folder = tmp_path_factory.mktemp("saved")
-    convert.save(models["shapes-sd"][0], SD, folder)
+    sd.save(models["shapes-sd"][0], SD, folder)
     return folder
 
 
@@ -97,7 +93,7 @@ def test_what_is_saved_is_what_pytorch_saves_and_is_read_again(
     models, saved_by_pytorch, name, tmp_path
 ):
     params, config, _ = models[name]
-    convert.save(params, SOURCES[name], tmp_path)
+    sd.save(params, SOURCES[name], tmp_path)
     for place, content in saved_by_pytorch[f"{name} one file"].items():
         if place.endswith(".safetensors"):
             _, expected = content
@@ -115,7 +111,7 @@ def test_what_is_saved_keeps_options_and_texts(models, folder, tmp_path):
     make.edit_json(source / "model_index.json", lambda index: index | options)
     words = {"Flaxfeld": 600, "grün": 601}
     make.edit_json(source / "tokenizer" / "vocab.json", lambda known: known | words)
-    convert.save(models["shapes-sd"][0], source, tmp_path / "new")
+    sd.save(models["shapes-sd"][0], source, tmp_path / "new")
     for name in ("model_index.json", "tokenizer/vocab.json", "scheduler/scheduler_config.json"):
         texts = [(place / name).read_text(encoding="utf-8") for place in (source, tmp_path / "new")]
         found, expected = map(json.loads, texts)
@@ -139,7 +135,7 @@ def write_safetensors(file, header, params):
         by_name = unstack_layers(params)
         for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
             value = to_channels_first(name, by_name[name])
-            opened.write(value.astype(DTYPES[entries[name]["dtype"]]).tobytes())
+            opened.write(value.astype(FLOATS[entries[name]["dtype"]]).tobytes())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,7 +164,7 @@ def test_a_folder_that_pytorch_saved_gives_its_image(
 
 def test_files_in_bfloat16_are_read_as_they_are(models, folder, tmp_path):
     params = jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), models["shapes-sd"][0])
-    convert.save(params, folder, tmp_path)
+    sd.save(params, folder, tmp_path)
     assert same(sd.load(tmp_path, jnp.bfloat16)[0], params)
 
 
@@ -200,10 +196,11 @@ def test_rules_that_do_not_fit_are_answered_by_a_sentence(folder):
 def test_arrays_of_safetensors_stay_on_disk_and_metadata_comes_with_them(tmp_path):
     numbers = np.arange(6, dtype=np.float32).reshape(2, 3)
     save_file({"layer.weight": numbers}, tmp_path / "file.safetensors", metadata={"a": "b"})
-    arrays, metadata = map_safetensors(tmp_path / "file.safetensors")
+    arrays, metadata = read_safetensors(tmp_path / "file.safetensors")
     assert metadata == {"a": "b"}
-    assert isinstance(arrays["layer.weight"], np.memmap)
-    assert np.array_equal(arrays["layer.weight"], numbers.T)
+    assert isinstance(arrays["layer.weight"], Stored)
+    assert arrays["layer.weight"].shape == (2, 3)
+    assert np.array_equal(arrays["layer.weight"], numbers)
 
 
 # The original layout.
@@ -277,7 +274,7 @@ def draw(models, loras, recorded):
     @functools.partial(jax.jit, static_argnames="config")
     def draw_with(params, config, loras, scales, ids, negative_ids):
         for name, pairs in loras.items():
-            params = lora.attach(params, pairs, scales[name])
+            params = attach(params, pairs, scales[name])
         key = jax.random.key(0)
         inputs = ids, key, negative_ids, 10, 3.0, latents
         return sd.generate(params, config, *inputs, sampler="ddim")
@@ -301,7 +298,7 @@ def test_loras_give_pytorchs_image_merged_and_beside_the_weights(
     model = ARCHITECTURES[next(iter(scales))]
     params = merged = models[model][0]
     for name, scale in scales.items():
-        merged = lora.merge(merged, loras[name], scale)
+        merged = merge(merged, loras[name], scale)
     key = model.removeprefix("shapes-")
     expected = recorded[f"{key} {json.dumps(scales)}"]
     assert_same_image(draw(model, merged), expected)
@@ -317,7 +314,7 @@ def test_a_lora_for_xl_changes_both_text_encoders(loras):
 @pytest.mark.parametrize("name", LORAS)
 def test_a_lora_is_taken_out_again_to_rounding(models, loras, name):
     params = models[ARCHITECTURES[name]][0]
-    back = lora.merge(lora.merge(params, loras[name], 0.8), loras[name], -0.8)
+    back = merge(merge(params, loras[name], 0.8), loras[name], -0.8)
     for value, before in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
         assert np.abs(value - before).max() <= 2e-7 * max(1, np.abs(before).max())
 
@@ -354,7 +351,7 @@ def test_the_command_merges_files_into_a_folder(
     expected = models["shapes-sd"][0]
     for name, scale in BOTH.items():
         assert f"Added {LORAS[name]}, {scale} times" in said
-        expected = lora.merge(expected, loras[name], scale)
+        expected = merge(expected, loras[name], scale)
     assert same(sd.load(tmp_path)[0], expected)
 
 
@@ -362,21 +359,23 @@ def test_the_command_merges_files_into_a_folder(
 def test_the_command_keeps_the_dtype_of_the_files(models, loras, tmp_path, monkeypatch, dtype):
     params, _, _ = models["shapes-sd"]
     source = tmp_path / "source"
-    convert.save(params, SD, source, dtype)
+    sd.save(params, SD, source, dtype)
     for file in source.rglob("*.safetensors"):
         file.rename(file.with_suffix(".half.safetensors"))
     inputs = source, tmp_path / "new", f"{LORAS['kohya']}=0.5", "--variant", "half"
     run_command(course.lora, monkeypatch, *inputs)
-    found, _ = map_safetensors(tmp_path / "new" / UNET)
+    found = load_file(tmp_path / "new" / UNET)
     assert {value.dtype for value in found.values()} == {jnp.dtype(dtype)}
     rounded, _, _ = sd.load(source, variant="half")
-    expected = lora.merge(rounded, loras["kohya"], 0.5)["unet"]["conv_in.weight"]
-    assert np.array_equal(found["conv_in.weight"], expected.astype(dtype))
+    expected = merge(rounded, loras["kohya"], 0.5)["unet"]["conv_in.weight"]
+    assert np.array_equal(
+        found["conv_in.weight"], to_channels_first("conv_in.weight", expected.astype(dtype))
+    )
     inputs = source, tmp_path / "new", LORAS["kohya"], "--variant", "half"  # at the scale of 1
     run_command(course.lora, monkeypatch, *inputs, "--dtype", "float32")
-    expected = lora.merge(rounded, loras["kohya"], 1)["unet"]["conv_in.weight"]
-    found, _ = map_safetensors(tmp_path / "new" / UNET)
-    assert np.array_equal(found["conv_in.weight"], expected)
+    expected = merge(rounded, loras["kohya"], 1)["unet"]["conv_in.weight"]
+    found = load_file(tmp_path / "new" / UNET)
+    assert np.array_equal(found["conv_in.weight"], to_channels_first("conv_in.weight", expected))
 
 
 def test_numbers_that_float16_does_not_have_are_not_saved_in_it(models, tmp_path):
@@ -386,7 +385,7 @@ def test_numbers_that_float16_does_not_have_are_not_saved_in_it(models, tmp_path
     with pytest.raises(
         ValueError, match=r"encoder.conv_in.bias has numbers up to 1e\+06, too large"
     ):
-        convert.save(large, SD, tmp_path, np.float16)
+        sd.save(large, SD, tmp_path, np.float16)
 
 
 @pytest.mark.parametrize(
@@ -650,14 +649,25 @@ def test_a_folder_with_several_files_is_read(models, folder, tmp_path):
 BIAS = "conv_in.bias"
 XL_UNET_CONFIG = (SOURCES["shapes-sdxl"] / "unet" / "config.json").read_bytes()
 BAD_FOLDERS = {
-    "no index": (missing("model_index.json"), "not a whole folder.*model_index"),
+    "no index": (
+        missing("model_index.json"),
+        "model_index.json is missing: give a whole folder",
+    ),
     "an index that is no JSON": (
         replaced("model_index.json", lambda data: data[:50]),
-        "not a whole folder",
+        "model_index.json is damaged, or no JSON: .* Get it again",
+    ),
+    "an index that is no UTF-8": (
+        replaced("model_index.json", lambda data: b"{\xff}"),
+        "model_index.json is damaged, or no text",
+    ),
+    "an index that is a list": (
+        replaced("model_index.json", lambda data: b"[]"),
+        "model_index.json is no object with names and values",
     ),
     "an index without a unet": (
         replaced("model_index.json", lambda data: data.replace(b"unet", b"net")),
-        "'unet'",
+        "not a whole folder.*names no class for 'unet'",
     ),
     "an index with a part that is null": (
         replaced("model_index.json", lambda data: data.replace(b'"UNet2DConditionModel"', b"null")),
@@ -670,8 +680,13 @@ BAD_FOLDERS = {
         ),
         "is for FluxPipeline: this model reads",
     ),
-    "no configuration": (missing("unet/config.json"), "not a whole folder.*unet/config.json"),
-    "no vocabulary": (missing("tokenizer/vocab.json"), "not a whole folder.*vocab.json"),
+    "no configuration": (missing("unet/config.json"), "unet/config.json is missing"),
+    "no merges": (missing("tokenizer/merges.txt"), "merges.txt is missing: give a whole folder"),
+    "a tokenizer without an end token": (
+        replaced("tokenizer/tokenizer_config.json", lambda data: data.replace(b"eos_", b"old_")),
+        "tokenizer_config.json does not say what eos_token is: download",
+    ),
+    "no vocabulary": (missing("tokenizer/vocab.json"), "vocab.json is missing"),
     "no file": (
         missing(UNET),
         "unet has no parameters that can be read, but nothing: get safetensors",
@@ -709,7 +724,7 @@ BAD_FOLDERS = {
     ),
     "a damaged index of shards": (
         with_a_damaged_index,
-        "unet has nothing for .*, and its configuration means",
+        "index.json is damaged, or no JSON",
     ),
     "a parameter too many": (
         rewritten(UNET, lambda tensors: tensors | {"more": tensors[BIAS]}),
@@ -730,7 +745,7 @@ BAD_FOLDERS = {
     "a different part": (with_a_different_part, "unet has"),
     "whole numbers": (
         rewritten(UNET, lambda tensors: tensors | {BIAS: tensors[BIAS].astype(np.int8)}),
-        "numbers as int8: get float32",
+        "numbers as I8: get float32",
     ),
 }
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import record_int8
 from course import sd
 from course.model import layers
+from course.model.lora import Pair, attach, merge
 from course.model.parameters import check_parameters
 from course.model.quantize import Quantized, quantize, quantize_weight, round_to_int8
-from course.sd.lora import Pair, attach, merge
 from course.tpu.equations import equations_of
 from helpers import bundled_checkpoint
 

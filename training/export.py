@@ -15,7 +15,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from safetensors.numpy import save_file
 
-from course.flux2.weights import to_files
+from course.model.files import to_files
 from training import flow, qwen
 
 INDEX = {

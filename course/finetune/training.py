@@ -25,9 +25,9 @@ from jax.sharding import PartitionSpec as P
 
 from course import sd
 from course.model.attention import ATTENTION, find_attention
+from course.model.lora import Pair, attach
 from course.sd import Config, ScheduleConfig
 from course.sd.clip import EMBEDDINGS
-from course.sd.lora import Pair, attach
 from course.sd.samplers import alphas
 from course.sd.unet import Condition, project_text
 from course.sd.vae import encode

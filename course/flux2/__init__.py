@@ -1,6 +1,7 @@
 """FLUX.2-klein in plain JAX: functions of dictionaries of parameters."""
 
 from course.flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
+from course.flux2.folders import load
 from course.flux2.parameters import (
     FULLY_SHARDED,
     TENSOR_PARALLEL,
@@ -21,7 +22,6 @@ from course.flux2.pipeline import (
 from course.flux2.sampler import euler, shift_by_size, times
 from course.flux2.transformer import velocity
 from course.flux2.vae import decode
-from course.flux2.weights import load
 from course.model.parameters import DATA_PARALLEL
 
 __all__ = [

@@ -1,11 +1,11 @@
 """What a model's configuration files say of its sizes."""
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from course.model.autoencoder import AutoencoderConfig
+from course.model.files import read_json
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def read_config(folder: str | Path) -> Config:
         If the model is of another kind, or has what this code does not compute.
     """
     folder = Path(folder)
-    index = _read_json(folder / "model_index.json")
+    index = read_json(folder / "model_index.json")
     if index.get("_class_name") != "Flux2KleinPipeline":
         raise ValueError(
             f"{folder} is made for {index.get('_class_name')}, and this code reads "
@@ -143,7 +143,7 @@ def _read_part(folder: Path, part: str, kind: type) -> Any:
 
 
 def _read_checked(file: Path, part: str) -> dict:
-    found = _read_json(file)
+    found = read_json(file)
     # Newer versions of transformers write settings of rotary positions in here.
     found = (found.get("rope_parameters") or {}) | found
     for name, expected in _EXPECTED[part].items():
@@ -152,9 +152,3 @@ def _read_checked(file: Path, part: str) -> dict:
                 f"{file} says {name}: {found[name]!r}, and this code computes {expected[0]!r} only."
             )
     return found
-
-
-def _read_json(file: Path) -> dict:
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
-    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,12 +1,13 @@
 """Qwen's tokenizer: from prompts to token ids, in the form of a chat."""
 
-import json
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tokenizers
+
+from course.model.files import read_json
+from course.model.tokens import check_prompts, read_splitter, warn_of_length
 
 # What Qwen3's chat template makes of one message to which it shall answer without thinking.
 TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -31,22 +32,18 @@ class Tokenizer:
         TypeError
             If there is one string in place of a list.
         """
-        if isinstance(prompts, str):
-            raise TypeError(f"Give a list of prompts: [{prompts!r}]")
+        check_prompts(prompts)
         padding = self.splitter.token_to_id(PADDING)
         ids = np.full((len(prompts), self.max_length), padding, np.int32)
         mask = np.zeros(ids.shape, bool)
         for row, prompt in enumerate(prompts):
-            found = self.splitter.encode(TEMPLATE.format(prompt=prompt)).ids
-            if len(found) > self.max_length:
-                warnings.warn(
-                    f"A prompt has {len(found)} tokens with the template around it, and "
-                    f"{self.max_length} are read: its end is left out.",
-                    stacklevel=2,
-                )
-                found = found[: self.max_length]
-            ids[row, : len(found)] = found
-            mask[row, : len(found)] = True
+            text = TEMPLATE.format(prompt=prompt)
+            encoding = self.splitter.encode(text)
+            starts = [start for start, _ in encoding.offsets]
+            warn_of_length(text, starts, self.max_length, " with the template around it")
+            read = encoding.ids[: self.max_length]
+            ids[row, : len(read)] = read
+            mask[row, : len(read)] = True
         return ids, mask
 
 
@@ -55,13 +52,10 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 
     Raises
     ------
-    FileNotFoundError
-        If it is missing.
+    FileNotFoundError, ValueError
+        If a file is missing or damaged.
     """
-    files = Path(folder, "tokenizer.json"), Path(folder, "tokenizer_config.json")
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
-    settings = json.loads(files[1].read_text(encoding="utf-8"))
+    splitter = read_splitter(Path(folder, "tokenizer.json"))
+    settings = read_json(Path(folder, "tokenizer_config.json"))
     max_length = min(MAX_LENGTH, int(settings.get("model_max_length", MAX_LENGTH)))
-    return Tokenizer(tokenizers.Tokenizer.from_file(str(files[0])), max_length)
+    return Tokenizer(splitter, max_length)

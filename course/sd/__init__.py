@@ -10,6 +10,7 @@ from course.sd.configs import (
     VAEConfig,
     read_config,
 )
+from course.sd.folders import load, save
 from course.sd.parameters import model_parameters, parameter_shapes, shardings
 from course.sd.pipeline import (
     STATIC,
@@ -19,7 +20,6 @@ from course.sd.pipeline import (
     generate,
 )
 from course.sd.samplers import SAMPLERS
-from course.sd.weights import load
 
 __all__ = [
     "ATTENTION",
@@ -41,5 +41,6 @@ __all__ = [
     "model_parameters",
     "parameter_shapes",
     "read_config",
+    "save",
     "shardings",
 ]

@@ -4,7 +4,6 @@ Each class has the options of one of theirs, by the same names and with the same
 frozen, so that a configuration can be a static argument of ``jax.jit``.
 """
 
-import json
 import math
 import warnings
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from course.model.autoencoder import AutoencoderConfig
+from course.model.configs import part_class
+from course.model.files import read_json
 
 
 @dataclass(frozen=True)
@@ -348,8 +349,8 @@ def read_config(folder: str | Path) -> Config:
         If the folder is for a different pipeline, lacks a text encoder, or as for ``read_class``.
     """
     folder = Path(folder)
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    pipeline = index["_class_name"]
+    index = read_json(folder / "model_index.json")
+    pipeline = str(index.get("_class_name"))
     if "Inpaint" in pipeline or "InstructPix2Pix" in pipeline:
         raise ValueError(f"{folder} is for {pipeline}: {INPAINTING}")
     if pipeline.removeprefix("Flax") not in PIPELINES:
@@ -358,9 +359,8 @@ def read_config(folder: str | Path) -> Config:
         )
 
     def read_part(name: str, file: str = "config.json") -> Any:
-        options = json.loads((folder / name / file).read_text(encoding="utf-8"))
-        _, kind = index[name]  # the library and the class
-        return read_class(options, kind, f"{name}/{file}")
+        options = read_json(folder / name / file)
+        return read_class(options, part_class(folder, index, name), f"{name}/{file}")
 
     encoders = [read_part("text_encoder")]
     if "text_encoder_2" in index:

@@ -1,27 +1,27 @@
-"""Layouts of files: the one file of the original release, and folders that diffusers loads."""
+"""Files with a whole model: the names of the original release and of others, and reading them."""
 
-import json
+import functools
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
-from course.sd.configs import INPAINTING, Config, ScheduleConfig, read_config
-from course.sd.parameters import parameter_shapes
-from course.sd.weights import (
+from course.model.files import (
+    Stored,
     check_numbers,
-    map_safetensors,
+    check_part,
     new_name,
+    read_json,
     read_part,
-    to_channels_first,
+    read_safetensors,
+    to_channels_last,
     unstack_layers,
 )
+from course.sd.configs import INPAINTING, Config, ScheduleConfig
+from course.sd.parameters import parameter_shapes
 
 # Where the parts are in the original layout: what their names begin with.
 UNET = "model.diffusion_model."
@@ -71,10 +71,11 @@ OPEN_CLIP = {
 
 
 def name_unet(name: str, config: Config) -> str:
-    """What a parameter of the UNet is called in the original layout, without the prefix.
+    """Return what a parameter of the UNet is called in the original layout, without the prefix.
 
     >>> from helpers import bundled_checkpoint
-    >>> config = read_config(bundled_checkpoint("shapes-sd").source)
+    >>> from course import sd
+    >>> config = sd.read_config(bundled_checkpoint("shapes-sd").source)
     >>> name_unet("down_blocks.0.resnets.0.conv1.weight", config)
     'input_blocks.1.0.in_layers.2.weight'
     """
@@ -83,8 +84,8 @@ def name_unet(name: str, config: Config) -> str:
         return f"{UNET_ENDS[layer]}.{kind}"
 
     # "mid_block.resnets.0.conv1", or "down_blocks.1.attentions.0.proj_in"
-    found = re.fullmatch(r"(\w+)_blocks?(?:\.(\d+))?\.(\w+)\.(\d+)\.(.+)", layer)
-    block, level, list_name, n, rest = found.groups()
+    match = re.fullmatch(r"(\w+)_blocks?(?:\.(\d+))?\.(\w+)\.(\d+)\.(.+)", layer)
+    block, level, list_name, n, rest = match.groups()
     n = int(n)
     if list_name == "resnets":
         rest = RESIDUAL[rest]
@@ -110,15 +111,15 @@ def name_unet(name: str, config: Config) -> str:
 
 
 def name_vae(name: str, config: Config) -> str:
-    """What a parameter of the VAE is called in the original layout, without the prefix."""
-    if found := re.fullmatch(r"(.+\.)mid_block\.resnets\.(\d+)\.(.+)", name):
-        part, n, rest = found.groups()
+    """Return what a parameter of the VAE is called in the original layout, without the prefix."""
+    if match := re.fullmatch(r"(.+\.)mid_block\.resnets\.(\d+)\.(.+)", name):
+        part, n, rest = match.groups()
         name = f"{part}mid.block_{int(n) + 1}.{rest}"
-    elif found := re.fullmatch(r"(.+\.)mid_block\.attentions\.0\.(.+)\.(\w+)", name):
-        part, layer, kind = found.groups()
+    elif match := re.fullmatch(r"(.+\.)mid_block\.attentions\.0\.(.+)\.(\w+)", name):
+        part, layer, kind = match.groups()
         name = f"{part}mid.attn_1.{VAE_ATTENTION[layer]}.{kind}"
-    elif found := re.fullmatch(r"(.+\.)(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(.+)", name):
-        part, way, level, list_name, n, rest = found.groups()
+    elif match := re.fullmatch(r"(.+\.)(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(.+)", name):
+        part, way, level, list_name, n, rest = match.groups()
         if way == "up":  # their levels count from the image on, on both ways
             level = len(config.vae.block_out_channels) - 1 - int(level)
         if list_name == "resnets":
@@ -129,17 +130,17 @@ def name_vae(name: str, config: Config) -> str:
 
 
 def name_open_clip(name: str) -> tuple[str, int | None]:
-    """What a text encoder's parameter is called in OpenCLIP.
+    """Return what a text encoder's parameter is called in OpenCLIP.
 
     Query, key and value are in one array there. If the parameter is one of them, the second result
     says which third of that array it is, from 0 on; else it is None.
     """
     for ours, theirs in OPEN_CLIP.items():
         name = name.replace(ours, theirs)
-    found = re.fullmatch(r"(.+)\.self_attn\.([qkv])_proj\.(\w+)", name)
-    if found is None:
+    match = re.fullmatch(r"(.+)\.self_attn\.([qkv])_proj\.(\w+)", name)
+    if match is None:
         return name, None
-    layer, letter, kind = found.groups()
+    layer, letter, kind = match.groups()
     return f"{layer}.attn.in_proj_{kind}", "qkv".index(letter)
 
 
@@ -187,7 +188,7 @@ PROBES = {
 
 
 def name_in_layout(layout: Layout, part: str, name: str, config: Config) -> tuple[str, int | None]:
-    """What a parameter is called in a layout.
+    """Return what a parameter is called in a layout.
 
     The second result is as of ``name_open_clip``: which third of that array it is, or None.
     """
@@ -202,7 +203,7 @@ def name_in_layout(layout: Layout, part: str, name: str, config: Config) -> tupl
 
 
 def original_name(part: str, name: str, config: Config) -> tuple[str, int | None]:
-    """What a parameter is called in the original layout, as of ``name_in_layout``."""
+    """Return what a parameter is called in the original layout, as of ``name_in_layout``."""
     layout = LAYOUTS[part][0]
     if part == "text_encoder" and config.is_xl:
         layout = Layout(XL_TEXT, "diffusers")
@@ -217,7 +218,7 @@ def read_single_file(
     vae: str | Path | None = None,
     text_encoder: str | Path | None = None,
     text_encoder_2: str | Path | None = None,
-) -> dict[str, dict[str, np.ndarray]]:
+) -> dict[str, dict[str, Stored]]:
     """Read a model from one file, in the original layout or by diffusers' names.
 
     Parameters
@@ -242,109 +243,142 @@ def read_single_file(
         If a file is missing, damaged or a pickle, or it is not for a model of this configuration.
     """
     file = Path(file)
-    found, _ = map_safetensors(file)
-    _check_kind(file, found, config)
+    arrays, _ = read_safetensors(file)
+    _check_kind(file, arrays, config)
     others = {"vae": vae, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}
+    needed = {part: unstack_layers(each) for part, each in parameter_shapes(config).items()}
     layouts = {}
-    missing = []
-    needed = parameter_shapes(config)
     for part in needed:
-        if others.get(part) is not None:
-            continue
-        known = LAYOUTS[part] + (ALONE["unet"] if part == "unet" else [])
-        layouts[part] = _find_layout(found, known, part, config)
-        if layouts[part] is None:
-            missing.append(part)
+        if others.get(part) is None:
+            known = LAYOUTS[part] + (ALONE["unet"] if part == "unet" else [])
+            layouts[part] = _find_layout(arrays, known, part, config)
+    missing = [part for part, layout in layouts.items() if layout is None]
     if missing:
         options = " and ".join(f"--{part.replace('_', '-')}" for part in missing if part in others)
         advice = f"give it by {options}" if options else "get one with all parts"
         raise ValueError(
             f"{file} has no {' and '.join(missing)} in it, or is for a different model: {advice}. "
-            f"{_whose(found)}"
+            f"{_whose(arrays)}"
         )
     params = {}
     for part, shapes in needed.items():
-        shapes = unstack_layers(shapes)
-        if others.get(part) is not None:
-            params[part] = _read_other(Path(others[part]), part, shapes, config)
+        if part in layouts:
+            params[part] = _take_part(file, arrays, layouts[part], part, shapes, config)
         else:
-            params[part] = _read_part_of(file, found, layouts[part], part, shapes, config)
+            params[part] = _read_other(Path(others[part]), part, shapes, config)
     return params
 
 
-def _find_layout(found: dict, layouts: list[Layout], part: str, config: Config) -> Layout | None:
-    """The first layout in which a file has a part; None if there is none."""
+def _find_layout(
+    arrays: Mapping[str, Stored], layouts: list[Layout], part: str, config: Config
+) -> Layout | None:
+    """Return the first layout in which a file has a part; None if there is none."""
     for layout in layouts:
-        if name_in_layout(layout, part, PROBES[part], config)[0] in found:
+        if name_in_layout(layout, part, PROBES[part], config)[0] in arrays:
             return layout
     return None
 
 
-def _read_part_of(
-    file: Path, found: dict, layout: Layout, part: str, shapes: dict, config: Config
-) -> dict[str, np.ndarray]:
-    """The arrays of one part out of those of a file, by the names of diffusers' files."""
+def _take_part(
+    file: Path,
+    arrays: Mapping[str, Stored],
+    layout: Layout,
+    part: str,
+    shapes: Mapping,
+    config: Config,
+) -> dict[str, Stored]:
+    """Return the arrays of one part out of those of a file, by the names of diffusers' files."""
     if layout.names == "diffusers":
-        found = {new_name(name): value for name, value in found.items()}
+        arrays = {new_name(name): value for name, value in arrays.items()}
+    taken = {}
     used = set()
-    arrays = {}
     for name, needed in shapes.items():
         theirs, third = name_in_layout(layout, part, name, config)
-        if theirs not in found:
+        if theirs not in arrays:
             raise ValueError(
-                f"{file} has no {theirs}: its {part} is that of a different model. {_whose(found)}"
+                f"{file} has no {theirs}: its {part} is that of a different model. {_whose(arrays)}"
             )
         used.add(theirs)
-        value = found[theirs]
-        check_numbers(file, value)
-        if layout.names == "open_clip" and theirs.endswith(
-            ("positional_embedding", "text_projection")
-        ):
-            # Neither is a linear layer's weight in OpenCLIP, so their axes were in our order.
-            value = value.T
-        if third is not None:
-            value = np.split(value, 3, axis=-1)[third]
-        if value.ndim == 4 and len(needed.shape) == 2:
-            value = value[0, 0]  # the VAE's attention was made of convolutions of one pixel
-        if value.shape != needed.shape:
+        check_numbers(file, arrays[theirs])
+        to_ours = functools.partial(
+            _to_our_axes, name=name, theirs=theirs, third=third, axes=len(needed.shape)
+        )
+        taken[name] = arrays[theirs].change(to_ours)
+        if taken[name].shape != needed.shape:
             raise ValueError(
-                f"{file} has {theirs} as {value.shape}, and the model of {part} has "
-                f"{needed.shape}. {_whose(found)}"
+                f"{file} has {theirs} as {taken[name].shape}, and the model of {part} has "
+                f"{needed.shape}. {_whose(arrays)}"
             )
-        arrays[name] = value
+    _refuse_more(file, arrays, used, layout, part)
+    return taken
+
+
+def _to_our_axes(
+    value: np.ndarray, name: str, theirs: str, third: int | None, axes: int
+) -> np.ndarray:
+    """Return an array of a file with the axes of ours, or a third of an array that is three."""
+    if third is not None:
+        rows = len(value) // 3
+        value = value[third * rows : (third + 1) * rows]
+    if value.ndim == 4 and axes == 2:
+        value = value[:, :, 0, 0]  # the VAE's attention was made of convolutions of one pixel
+    if theirs.endswith("text_projection"):
+        return value  # of OpenCLIP, where it is no linear layer's weight: the order is ours
+    return to_channels_last(name, value)
+
+
+def _refuse_more(
+    file: Path, arrays: Mapping[str, Stored], used: set[str], layout: Layout, part: str
+) -> None:
+    """Raise ``ValueError`` if a file has more of a UNet or a VAE than this model does.
+
+    A text encoder may have more layers than are used, and numbers of positions.
+    """
+    if part not in BEGINNINGS:
+        return
     unused = []
-    for name in found.keys() - used:
-        # A text encoder may have more layers than are used, and numbers of positions.
-        is_of_part = name.startswith(layout.prefix or BEGINNINGS.get(part, ()))
-        if part in BEGINNINGS and is_of_part and ".loss." not in name:
+    for name in arrays.keys() - used:
+        is_of_part = name.startswith(layout.prefix or BEGINNINGS[part])
+        if is_of_part and ".loss." not in name:
             unused.append(name)
     if unused:
         raise ValueError(
             f"{file} has {len(unused)} names too many, such as {min(unused)}: "
-            f"it is for a different model. {_whose(found)}"
+            f"it is for a different model. {_whose(arrays)}"
         )
-    return arrays
 
 
-def _read_other(place: Path, part: str, shapes: dict, config: Config) -> dict[str, np.ndarray]:
-    """The arrays of a part that comes from a file or a folder of its own."""
-    if not place.is_dir():
-        found, _ = map_safetensors(place)
-        layout = _find_layout(found, [*LAYOUTS[part], *ALONE[part]], part, config)
-        if layout is None:
-            raise ValueError(f"{place} has no {part} in it: give a different file.")
-        return _read_part_of(place, found, layout, part, shapes, config)
-    folder = place / part if (place / part).is_dir() else place
+def _read_other(
+    place: Path, part: str, shapes: Mapping, config: Config
+) -> dict[str, Stored | np.ndarray]:
+    """Return the arrays of a part that comes from a file or a folder of its own."""
+    if place.is_dir():
+        folder = place / part if (place / part).is_dir() else place
+        return _read_other_folder(folder, part, shapes, config)
+    arrays, _ = read_safetensors(place)
+    layout = _find_layout(arrays, [*LAYOUTS[part], *ALONE[part]], part, config)
+    if layout is None:
+        raise ValueError(f"{place} has no {part} in it: give a different file.")
+    return _take_part(place, arrays, layout, part, shapes, config)
+
+
+def _read_other_folder(
+    folder: Path, part: str, shapes: Mapping, config: Config
+) -> dict[str, Stored | np.ndarray]:
+    """Return the arrays of a part that comes from a folder in diffusers' format."""
     if part == "vae" and (folder / "config.json").is_file():
-        options = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        options = read_json(folder / "config.json")
         scale = options.get("scaling_factor", config.vae.scaling_factor)
         if scale != config.vae.scaling_factor:
             raise ValueError(
-                f"{place} has a VAE that scales latents by {scale}, and this model is for "
+                f"{folder} has a VAE that scales latents by {scale}, and this model is for "
                 f"{config.vae.scaling_factor}: take a VAE for this kind of model."
             )
-    found = read_part(folder)
-    return _read_part_of(place, found, Layout("", "diffusers"), part, shapes, config)
+    arrays = read_part(folder)
+    if part.startswith("text_encoder"):  # which may have more layers than are used
+        arrays = {name: value for name, value in arrays.items() if name in shapes}
+    check_part(folder, arrays, shapes)
+    return arrays
 
 
 # Which model a file is for, by a name in it: for the first two that are refused in any case.
@@ -363,28 +397,28 @@ TOKEN_WIDTHS = {
 }
 
 
-def _check_kind(file: Path, found: dict, config: Config) -> None:
+def _check_kind(file: Path, arrays: Mapping[str, Stored], config: Config) -> None:
     """Raise ``ValueError`` if a single file is of a kind that can be named, and is not read."""
     for word, kind in FOREIGN.items():
-        if any(word in name for name in found):
+        if any(word in name for name in arrays):
             raise ValueError(
                 f"{file} is for {kind}: this model is Stable Diffusion 1, 2 or XL, so take a "
                 "file for one of these."
             )
     first = "input_blocks.0.0.weight"
     for name in (f"{UNET}{first}", first, "unet.conv_in.weight", "conv_in.weight"):
-        if name in found and found[name].shape[2] > config.unet.out_channels:
+        if name in arrays and arrays[name].shape[1] > config.unet.out_channels:
             raise ValueError(
-                f"{file} has a UNet with {found[name].shape[2]} channels in, as for inpainting: "
+                f"{file} has a UNet with {arrays[name].shape[1]} channels in, as for inpainting: "
                 f"{INPAINTING}"
             )
 
 
-def _whose(found: dict) -> str:
-    """A sentence that says for which model a file is, as far as one can see it."""
-    for name, value in found.items():
+def _whose(arrays: Mapping[str, Stored]) -> str:
+    """Return a sentence that says for which model a file is, as far as one can see it."""
+    for name, value in arrays.items():
         if "mid" in name and name.endswith("transformer_blocks.0.attn2.to_k.weight"):
-            kind = TOKEN_WIDTHS.get(value.shape[0])
+            kind = TOKEN_WIDTHS.get(value.shape[-1])
             if kind:
                 return f"By its sizes it is for {kind}: take a configuration (--like) of that."
     return "Take a configuration (--like) of the same kind of model."
@@ -396,7 +430,7 @@ PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "v_prediction": "v_pre
 def read_schedule(
     file: str | Path, config: Config, prediction: str | None = None
 ) -> ScheduleConfig:
-    """What a single file says about its model's training, in the place of what ``config`` says.
+    """Return what a single file says about its model's training, else what ``config`` says.
 
     Some files have arrays without use, called ``v_pred`` and ``ztsnr``: the model predicts
     velocities, and was trained down to pure noise. Others say the former in their header.
@@ -415,19 +449,19 @@ def read_schedule(
         If the numbers of a Stable Diffusion 2 look as if the model predicted what the
         configuration does not say.
     """
-    found, metadata = map_safetensors(file)
+    arrays, metadata = read_safetensors(file)
     schedule = config.schedule
-    if "ztsnr" in found:
+    if "ztsnr" in arrays:
         # Drawing has to begin where there is nothing but noise, which only this spacing does.
         schedule = replace(schedule, rescale_betas_zero_snr=True, timestep_spacing="trailing")
     said = PREDICTIONS.get(metadata.get("modelspec.prediction_type"))
     if prediction is not None:
         said = prediction
-    elif "v_pred" in found:
+    elif "v_pred" in arrays:
         said = "v_prediction"
     if said is not None:
         return replace(schedule, prediction_type=said)
-    looks = _looks_like(found, config)
+    looks = _looks_like(arrays, config)
     if looks not in (None, schedule.prediction_type):
         raise ValueError(
             f"{file} does not say what its model predicts. By its numbers it is {looks}, and the "
@@ -436,15 +470,15 @@ def read_schedule(
     return schedule
 
 
-def _looks_like(found: dict, config: Config) -> str | None:
-    """What a Stable Diffusion 2 predicts by its numbers, or None for the other models.
+def _looks_like(arrays: Mapping[str, Stored], config: Config) -> str | None:
+    """Return what a Stable Diffusion 2 predicts by its numbers, or None for the other models.
 
     Of the two models of the release, the last norm before an attention is wider in the one that
     predicts velocities; ComfyUI tells them apart by that.
     """
     if config.is_xl or config.text[0].hidden_act != "gelu":
         return None
-    layout = _find_layout(found, LAYOUTS["unet"], "unet", config)
+    layout = _find_layout(arrays, LAYOUTS["unet"], "unet", config)
     if layout is None:
         return None
     norms = []
@@ -452,127 +486,5 @@ def _looks_like(found: dict, config: Config) -> str | None:
         if name.startswith("up_blocks.") and name.endswith("transformer_blocks.0.norm1.bias"):
             norms.append(name)
     theirs, _ = name_in_layout(layout, "unet", max(norms), config)
-    deviation = np.std(np.float32(found[theirs]))
+    deviation = np.std(np.asarray(arrays[theirs], np.float32))
     return "v_prediction" if deviation > 0.09 else "epsilon"
-
-
-def save(
-    params: dict[str, dict[str, jax.Array]],
-    source: str | Path,
-    folder: str | Path,
-    dtype: Any = None,
-    schedule: ScheduleConfig | None = None,
-) -> None:
-    """Write a folder that PyTorch's diffusers loads, with parameters as safetensors.
-
-    Parameters
-    ----------
-    params : dict
-        As ``course.sd.load`` or ``read_single_file`` gives them.
-    source : str or Path
-        A folder in diffusers' format of the same model, for configurations and tokenizers. They may
-        be Flax'. The safety checker, if it has one, is left out.
-    folder : str or Path
-        Where to write. What is there is replaced.
-    dtype : dtype or dict, optional
-        What to save the numbers in: one for all, or one for each part. By default they keep theirs.
-    schedule : ScheduleConfig, optional
-        What to write in place of the source's, as ``read_schedule`` gives it.
-
-    Raises
-    ------
-    ValueError
-        If a number is too large for float16.
-    """
-    source = Path(source)
-    folder = Path(folder)
-    copy_settings(params.keys(), source, folder, schedule)
-    for part, values in params.items():
-        wanted = dtype.get(part) if isinstance(dtype, dict) else dtype
-        tensors = {}
-        for name, value in unstack_layers(values).items():
-            tensors[name] = _cast(name, to_channels_first(name, value), wanted)
-        stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
-        save_file(tensors, folder / part / f"{stem}.safetensors", metadata={"format": "pt"})
-
-
-def _cast(name: str, value: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array in a dtype, or as it is if that is None."""
-    if dtype is None or value.dtype == dtype:
-        return value
-    with np.errstate(over="ignore"):
-        cast = value.astype(dtype)
-    if not np.isfinite(np.float32(cast)).all() and np.isfinite(np.float32(value)).all():
-        raise ValueError(
-            f"{name} has numbers up to {np.abs(np.float32(value)).max():.3g}, too large for "
-            f"{jnp.dtype(dtype).name}: choose bfloat16 or float32."
-        )
-    return cast
-
-
-# Schedulers of diffusers that can begin at pure noise.
-ZERO_SNR = (
-    "DDIMScheduler",
-    "DPMSolverMultistepScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "EulerDiscreteScheduler",
-    "UniPCMultistepScheduler",
-)
-
-
-def copy_settings(
-    parts: Iterable[str], source: Path, folder: Path, schedule: ScheduleConfig | None = None
-) -> None:
-    """Copy what a folder in diffusers' format has besides parameters, for PyTorch's classes."""
-    index = _read_json(source / "model_index.json")
-    is_flax = index["scheduler"][1].startswith("Flax")
-    for name, value in index.items():
-        if not isinstance(value, list):  # a name that begins with "_", or an option
-            continue
-        if name in parts or name.startswith(("tokenizer", "scheduler")):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            for file in (source / name).iterdir():
-                if file.suffix not in (".json", ".txt") or ".index" in file.name:
-                    continue  # parameters, or the index of those in several files
-                copy = folder / name / file.name
-                if file.name.endswith("config.json"):
-                    _write_json(copy, _without_flax(_read_json(file)))
-                else:
-                    copy.write_bytes(file.read_bytes())
-        else:
-            index[name] = [None, None]  # as diffusers writes it
-    index = _without_flax(index)
-    own = read_config(source).schedule
-    schedule = schedule or own
-    file = folder / "scheduler" / "scheduler_config.json"
-    options = _read_json(file)
-    if schedule.rescale_betas_zero_snr and index["scheduler"][1] not in ZERO_SNR:
-        index["scheduler"] = ["diffusers", "DDIMScheduler"]
-        options |= {"_class_name": "DDIMScheduler", "clip_sample": False}
-    _write_json(folder / "model_index.json", index)
-    for name, value in asdict(schedule).items():
-        # Where the file does not say something, Flax' classes have other defaults than PyTorch's.
-        if name != "sampler" and (is_flax or value != getattr(own, name)):
-            options[name] = value
-    _write_json(file, options)
-
-
-def _read_json(file: Path) -> dict:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _write_json(file: Path, content: dict) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    file.write_text(f"{text}\n", encoding="utf-8")
-
-
-def _without_flax(options: dict) -> dict:
-    """What a JSON file of a folder has, with PyTorch's classes in place of Flax'."""
-    changed = {}
-    for name, value in options.items():
-        if name == "_class_name":
-            value = value.removeprefix("Flax")
-        elif isinstance(value, list):  # a library and a class, in model_index.json
-            value = [each.removeprefix("Flax") if isinstance(each, str) else each for each in value]
-        changed[name] = value
-    return changed

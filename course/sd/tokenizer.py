@@ -1,7 +1,5 @@
 """CLIP's tokenizer: from prompts to token ids."""
 
-import json
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,8 +7,14 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
+from course.model.files import read_json, read_text
+from course.model.tokens import check_prompts, special_token, warn_of_length
+
 # Endings, words, digits and signs, as in openai/CLIP.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+
+
+ROOM = 77  # how many tokens CLIP's text encoders read, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -26,20 +30,20 @@ class Encoder:
     long_words: tuple[tuple[int, int], ...] = ()
 
     def split(self, text: str) -> list[int]:
-        """The ids of a text's tokens, however many there are, without start and end."""
+        """Return the ids of a text's tokens, however many there are, without start and end."""
         return [token for token, _ in self.split_with_places(text)]
 
     def split_with_places(self, text: str) -> list[tuple[int, int]]:
-        """The ids of a text's tokens, and where in the text each of them starts."""
+        """Return the ids of a text's tokens, and where in the text each of them starts."""
         numbers = dict(self.long_words)
         encoding = self.splitter.encode(text)
-        found = []
+        tokens = []
         for token, (start, _) in zip(encoding.ids, encoding.offsets, strict=True):
-            found += [(token + n, start) for n in range(numbers.get(token, 1))]
-        return found
+            tokens += [(token + n, start) for n in range(numbers.get(token, 1))]
+        return tokens
 
     def fill_up(self, ids: list[int]) -> list[int]:
-        """What the text encoder reads: start, as many of the ids as there is room for, and end."""
+        """Return what the text encoder reads: start, as many ids as there is room for, and end."""
         row = [self.start, *ids[: self.room - 2], self.end]
         return row + [self.fill] * (self.room - len(row))
 
@@ -61,27 +65,20 @@ class Tokenizer:
         TypeError
             If there is one string in place of a list.
         """
-        if isinstance(prompts, str):
-            raise TypeError(f"Give a list of prompts: [{prompts!r}]")
+        check_prompts(prompts)
         room = self.encoders[0].room
-        most = room - 2  # without start and end
         rows = np.empty((len(prompts), len(self.encoders), room), np.int32)
         for row, prompt in zip(rows, prompts, strict=True):
             for number, encoder in enumerate(self.encoders):
-                found = encoder.split_with_places(prompt)
-                # All encoders cut at the same place, so one warning is enough.
-                if len(found) > most and number == 0:
-                    _, start = found[most]
-                    lost = prompt[start:].strip()
-                    warnings.warn(
-                        f"A prompt has {len(found)} tokens, and {most} are read: not {lost!r}.",
-                        stacklevel=2,
-                    )
-                row[number] = encoder.fill_up([token for token, _ in found])
+                tokens = encoder.split_with_places(prompt)
+                if number == 0:  # all encoders cut at the same place, so one warning is enough
+                    starts = [start for _, start in tokens]
+                    warn_of_length(prompt, starts, room - 2)  # without start and end
+                row[number] = encoder.fill_up([token for token, _ in tokens])
         return rows
 
     def with_word(self, word: str, number: int = 1) -> "Tokenizer":
-        """A tokenizer that knows one word more, as one token, or as so many.
+        """Return a tokenizer that knows one word more, as one token, or as so many.
 
         Their ids are the next ones that are free. They stand for the word wherever that stands by
         itself, with small letters or large ones.
@@ -105,20 +102,17 @@ def read_tokenizer(folder: str | Path) -> Encoder:
     The folder has ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``.
     """
     folder = Path(folder)
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    settings_file = folder / "tokenizer_config.json"
+    settings = read_json(settings_file)
+    vocabulary = read_json(folder / "vocab.json")
     merges = []
-    for line in (folder / "merges.txt").read_text(encoding="utf-8").splitlines():
+    for line in read_text(folder / "merges.txt").splitlines():
         if line and not line.startswith("#version"):
             merges.append(tuple(line.split()))
 
-    def special_token(name: str) -> str:
-        token = settings[name]
-        return token if isinstance(token, str) else token["content"]
-
-    start = special_token("bos_token")
-    end = special_token("eos_token")
-    fill = special_token("pad_token")
+    start = special_token(settings_file, settings, "bos_token")
+    end = special_token(settings_file, settings, "eos_token")
+    fill = special_token(settings_file, settings, "pad_token")
     splitter = tokenizers.Tokenizer(
         models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end)
     )
@@ -139,7 +133,7 @@ def read_tokenizer(folder: str | Path) -> Encoder:
         splitter.add_special_tokens([AddedToken(token, normalized=True)])
     return Encoder(
         splitter=splitter,
-        room=settings["model_max_length"],
+        room=settings.get("model_max_length", ROOM),
         start=splitter.token_to_id(start),
         end=splitter.token_to_id(end),
         fill=splitter.token_to_id(fill),

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from course.model.files import to_channels_first, unstack_layers
 from course.sd import Config
 from course.sd.convert import LAYOUTS, Layout, name_in_layout, original_name
-from course.sd.weights import to_channels_first, unstack_layers
 
 
 def single_file(

@@ -28,7 +28,7 @@ from safetensors.numpy import save_file
 
 from course import sd
 from course.sd import Config
-from course.sd.convert import original_name, save
+from course.sd.convert import original_name
 from course.shapes import scenes
 from tests.makers import common
 from tests.makers.common import CHECKPOINTS, FIXTURES, GUIDANCE
@@ -295,7 +295,7 @@ def load_what_we_save(latents: np.ndarray) -> None:
         source = CHECKPOINTS / name
         params, _, _ = sd.load(source)
         with tempfile.TemporaryDirectory() as place:
-            save(params, source, place)
+            sd.save(params, source, place)
             ours = load_folder(place)
         theirs = build_pipeline(name)
         kind = type(ours.scheduler).__name__
@@ -307,7 +307,7 @@ def load_what_we_save(latents: np.ndarray) -> None:
 def like_sd2(source: Path, folder: Path) -> None:
     """Write a folder of a small Stable Diffusion 2, with the numbers of the bundled 1."""
     params, _, _ = sd.load(source)
-    save(params, source, folder)
+    sd.save(params, source, folder)
     edit_json(folder / "text_encoder" / "config.json", lambda old: old | {"hidden_act": "gelu"})
 
 
@@ -324,7 +324,7 @@ def load_what_we_convert(latents: np.ndarray) -> None:
             if name == "sd2":
                 like_sd2(CHECKPOINTS / "shapes-sd", like)
             else:
-                save(sd.load(CHECKPOINTS / name)[0], CHECKPOINTS / name, like)
+                sd.save(sd.load(CHECKPOINTS / name)[0], CHECKPOINTS / name, like)
             params, config, _ = sd.load(like)
             save_file(single_file(params, config) | marks, file)
             edit_json(

@@ -15,7 +15,7 @@ from transformers import (
     CLIPTokenizer,
 )
 
-from course.sd.weights import read_part, to_channels_first
+from course.model.files import read_part, to_channels_first
 from tests.makers.common import CHECKPOINTS
 
 MODULES = {

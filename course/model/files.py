@@ -1,0 +1,526 @@
+"""Reading and writing parameters and configurations: safetensors, JSON, and Flax' msgpack.
+
+For each part of a model ("unet", "transformer", "vae", "text_encoder" …) parameters are a
+dictionary with the names in the part's files, but that equal layers are stacked: ``jax.lax.scan``
+runs them one after another. The order of axes changes while they are read, or XLA would change it
+at every step: PyTorch's (out, in, height, width) becomes (height, width, in, out), and (out, in)
+becomes (in, out).
+"""
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.serialization import msgpack_restore
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+# The dtypes that a model can use, by the names that safetensors have for them. A file may have
+# others, in arrays that are not used.
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+# What files of other kinds begin with, whatever they are called.
+PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
+A_PICKLE = "a pickle, which can run any program when it is read: get it as safetensors."
+
+# Names in a VAE's attention, as in Flax and in files from before 2023, and what they are now.
+OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+# Layers that are equal but for their numbers. A file has each of them by its number, and a model
+# has them as one array, with "*" in place of the number and a first axis for the layers.
+LAYER = re.compile(
+    r"(.*\b(?:(?:single_)?transformer_blocks|(?:encoder|model)\.layers)\.)(\d+)(\..+)"
+)
+
+# How the names of matrices end that no vector is multiplied by: their rows are looked up.
+TABLES = ("embedding.weight", "embed_tokens.weight")
+
+
+# Texts.
+
+
+def read_text(file: str | Path) -> str:
+    """Read a text file in UTF-8; errors name the file, as those of ``read_json`` do."""
+    file = Path(file)
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is damaged, or no text: {error}. Get it again.") from None
+
+
+def read_json(file: str | Path) -> dict:
+    """Read a JSON file with an object in it, such as a configuration.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If it is missing, no UTF-8, no JSON, or has something else than an object.
+    """
+    text = read_text(file)
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged, or no JSON: {error}. Get it again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is no object with names and values: get it again.")
+    return content
+
+
+def write_json(file: Path, content: dict) -> None:
+    """Write a JSON file as diffusers does, but that letters stay letters."""
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    file.write_text(f"{text}\n", encoding="utf-8")
+
+
+# Safetensors.
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array in a file. Its numbers stay on disk until ``read`` or ``np.asarray`` gets them."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype | str  # if no model can use it, the name that the file has for it
+    read: Callable[[], np.ndarray]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.read(), dtype)
+
+    def change(self, function: Callable[[np.ndarray], np.ndarray]) -> "Stored":
+        """Return what a function makes of the array, which is called when that is read.
+
+        The function may cut the array, and change the order of its axes.
+        """
+        without_numbers = np.broadcast_to(np.int8(0), self.shape)
+        shape = function(without_numbers).shape
+        return Stored(shape, self.dtype, lambda: function(self.read()))
+
+
+def read_safetensors(file: str | Path) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Read what the header of a safetensors file says, and leave the numbers on disk.
+
+    Builds on ``safetensors.safe_open``, which compares the header with the size of the file.
+
+    Returns
+    -------
+    arrays : dict of Stored
+        By name, with the order of axes that they have in the file.
+    metadata : dict of str
+        What else the header says.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If the file is missing or damaged, or it is a pickle or of another kind.
+    """
+    file = Path(file)
+    if file.suffix in PICKLE_SUFFIXES:
+        raise ValueError(f"{file} is {A_PICKLE}")
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing: get it, or give a different file.")
+    _refuse_other_kinds(file)
+    try:
+        opened = safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        why = f"{file} is damaged or no safetensors: {error}. Get it again."
+        raise ValueError(why) from None
+    arrays = {}
+    for name in opened.offset_keys():  # in the order of the numbers
+        entry = opened.get_slice(name)
+        kind = entry.get_dtype()
+        dtype = jnp.dtype(FLOATS[kind]) if kind in FLOATS else kind
+        read = functools.partial(opened.get_tensor, name)
+        arrays[name] = Stored(tuple(entry.get_shape()), dtype, read)
+    return arrays, opened.metadata() or {}
+
+
+def _refuse_other_kinds(file: Path) -> None:
+    """Raise ``ValueError`` if the first bytes of a file are those of a kind that is not read."""
+    with file.open("rb") as opened:
+        start = opened.read(16)
+    if start[8:9] == b"{":  # the header of safetensors, whatever its length in front of it is
+        return
+    if start.startswith(PICKLES):
+        raise ValueError(f"{file} is {A_PICKLE}")
+    if start.startswith(b"GGUF"):
+        raise ValueError(
+            f"{file} is GGUF, whose numbers are in blocks of 2 to 8 bits: get the model as "
+            "safetensors in float16 or bfloat16."
+        )
+    if start.lstrip().startswith(b"<"):
+        raise ValueError(
+            f"{file} is a web page, as sites give it to those who have to log in: download the "
+            "file in a browser, or give a token."
+        )
+    if start.startswith(b"version https://"):
+        raise ValueError(
+            f"{file} only says where the file is (Git LFS): run `git lfs pull`, or download it "
+            "from its page."
+        )
+
+
+def check_numbers(place: Path, value: Stored | np.ndarray) -> None:
+    """Raise ``ValueError`` unless an array that a model uses has floats of 16 bits or more.
+
+    ``place`` is the file or the folder, for the message.
+    """
+    name = str(value.dtype)
+    if name in FLOATS.values():
+        return
+    if name.startswith("F8"):
+        raise ValueError(
+            f"{place} holds numbers of 8 bits ({name}, called fp8): get the file in float16 or "
+            "bfloat16. To save memory here, read that one, and then quantize it to int8."
+        )
+    raise ValueError(f"{place} holds numbers as {name}: get float32, float16 or bfloat16.")
+
+
+def write_safetensors(
+    file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None
+) -> None:
+    """Write safetensors beside the file, and move them there once they are whole.
+
+    So a disk that is full leaves an earlier file as it was. The file's folder is made if it is not
+    there.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    try:
+        save_file(tensors, unfinished, metadata={"format": "pt"} | (metadata or {}))
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+# The order of axes.
+
+
+def _axes_of_pytorch(name: str, axes: int) -> tuple[int, ...]:
+    """Return which of PyTorch's axes each of ours is, for a parameter with so many."""
+    if axes == 4:
+        return (2, 3, 1, 0)
+    if axes == 2 and not name.endswith(TABLES):
+        return (1, 0)
+    return tuple(range(axes))
+
+
+def to_channels_last(name: str, value: np.ndarray) -> np.ndarray:
+    """Return a parameter with its axes in our order in place of PyTorch's.
+
+    A convolution is turned from (out, in, height, width) to (height, width, in, out), and a linear
+    layer from (out, in) to (in, out). A table of embeddings stays as it is.
+    """
+    return value.transpose(_axes_of_pytorch(name, value.ndim))
+
+
+def to_channels_first(name: str, value: np.ndarray | jax.Array | Stored) -> np.ndarray:
+    """Return a parameter with its axes in PyTorch's order in place of ours."""
+    value = np.asarray(value)
+    return np.ascontiguousarray(value.transpose(np.argsort(_axes_of_pytorch(name, value.ndim))))
+
+
+# Layers, stacked in a model and single in files.
+
+
+def stacked_name(name: str) -> tuple[str, int | None]:
+    """Return what a parameter of a file is called in a model, and which layer's it is.
+
+    >>> stacked_name("mid_block.attentions.0.transformer_blocks.3.norm1.bias")
+    ('mid_block.attentions.0.transformer_blocks.*.norm1.bias', 3)
+    >>> stacked_name("conv_in.bias")
+    ('conv_in.bias', None)
+    """
+    match = LAYER.fullmatch(name)
+    if match is None:
+        return name, None
+    before, number, after = match.groups()
+    return f"{before}*{after}", int(number)
+
+
+def names_in_files(name: str, shape: tuple[int, ...]) -> list[str]:
+    """Return what a file calls the layers of a model's parameter; for most, the one same name.
+
+    >>> names_in_files("text_model.encoder.layers.*.layer_norm1.bias", (2, 32))
+    ['text_model.encoder.layers.0.layer_norm1.bias', 'text_model.encoder.layers.1.layer_norm1.bias']
+    """
+    if "*" not in name:
+        return [name]
+    return [name.replace("*", str(layer)) for layer in range(shape[0])]
+
+
+def unstack_layers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part's parameters by the names in files; of stacked ones, each layer by itself.
+
+    They may be arrays or shapes. Those that are not stacked stay as they are.
+    """
+    single = {}
+    for name, value in values.items():
+        if "*" not in name:
+            single[name] = value
+            continue
+        names = names_in_files(name, value.shape)
+        if isinstance(value, jax.ShapeDtypeStruct):
+            single |= dict.fromkeys(names, value.update(shape=value.shape[1:]))
+        else:
+            single |= dict(zip(names, value, strict=True))
+    return single
+
+
+def stack_layers(values: Mapping[str, np.ndarray | Stored]) -> dict[str, np.ndarray]:
+    """Return a part's parameters by the names in a model: the reverse of ``unstack_layers``."""
+    layers = {}  # by the name in a model, all arrays by their layers
+    for name, value in values.items():
+        model_name, layer = stacked_name(name)
+        layers.setdefault(model_name, {})[layer] = np.asarray(value)
+    stacked = {}
+    for name, by_layer in layers.items():
+        if None in by_layer:
+            stacked[name] = by_layer[None]
+        else:
+            stacked[name] = np.stack([by_layer[layer] for layer in range(len(by_layer))])
+    return stacked
+
+
+# Folders in diffusers' format.
+
+
+def find_files(folder: Path, variant: str | None = None) -> list[Path]:
+    """Return the files that have the parameters of one part.
+
+    Parameters
+    ----------
+    folder : Path
+        The part's.
+    variant : str, optional
+        The word that the files have in their names, such as "fp16".
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If there are none, with what is there in place of them; or the index of several is damaged.
+    """
+    word = f".{variant}" if variant else ""
+    for stem in ("diffusion_pytorch_model", "model"):
+        file = folder / f"{stem}{word}.safetensors"
+        if file.exists():
+            return [file]
+        index = folder / f"{stem}.safetensors.index{word}.json"
+        if index.exists():
+            places = read_json(index).get("weight_map")
+            if not isinstance(places, dict):
+                raise ValueError(f"{index} does not say where parameters are: get it again.")
+            return [folder / name for name in sorted(set(places.values()))]
+    flax_files = list(folder.glob("*flax_model.msgpack"))
+    if flax_files and not variant:
+        return flax_files
+    there = ", ".join(sorted(file.name for file in folder.glob("*model*"))) or "nothing"
+    if ".safetensors" in there:
+        advice = f"give the variant in its files' names, which is {variant} now"
+    else:
+        advice = (
+            "get safetensors; a .bin or .ckpt is not read, as it is a pickle, which can run any "
+            "program"
+        )
+    raise FileNotFoundError(f"{folder} has no parameters that can be read, but {there}: {advice}.")
+
+
+def read_part(folder: Path, variant: str | None = None) -> dict[str, Stored | np.ndarray]:
+    """Return the parameters of one part by the names in files, with our order of axes.
+
+    Those in safetensors stay on disk until they are used.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As ``find_files`` and ``read_safetensors``, or if two files have the same parameter.
+    """
+    parameters = {}
+    places = {}  # in which file each of them is
+    for file in find_files(folder, variant):
+        if file.suffix == ".msgpack":
+            arrays = read_flax(file)
+        else:
+            arrays = {}
+            for name, stored in read_safetensors(file)[0].items():
+                arrays[name] = stored.change(functools.partial(to_channels_last, name))
+        for name, value in arrays.items():
+            if name in places:
+                raise ValueError(f"{places[name]} and {file} both have {name}: remove one of them.")
+            places[name] = file
+            parameters[new_name(name)] = value
+    return parameters
+
+
+def new_name(name: str) -> str:
+    """Return what a parameter is called today that files from before 2023 call something else."""
+    for old, new in OLD_NAMES.items():
+        name = name.replace(f"attentions.0.{old}.", f"attentions.0.{new}.")
+    return name
+
+
+def read_flax(file: Path) -> dict[str, np.ndarray]:
+    """Read parameters that a Flax pipeline saved.
+
+    They get the names of PyTorch. The order of axes is ours already.
+    """
+    parameters = {}
+
+    def flatten(tree: dict, prefix: str) -> None:
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                if not name.startswith("linear_"):
+                    name = re.sub(r"_(\d+)$", r".\1", name)  # down_blocks_0 is down_blocks.0
+                flatten(value, f"{prefix}{name}.")
+            elif name == "bias":
+                parameters[f"{prefix}bias"] = value
+            else:  # a kernel, scale or embedding
+                parameters[f"{prefix}weight"] = value
+
+    flatten(msgpack_restore(file.read_bytes()), "")
+    return parameters
+
+
+def check_part(
+    place: Path, parameters: Mapping[str, Stored | np.ndarray], shapes: Mapping[str, Any]
+) -> None:
+    """Raise ``ValueError`` if files have other names, shapes or dtypes than a part needs.
+
+    ``place`` is the file or the folder, for the message. Both dictionaries are by the names in
+    files.
+    """
+    for name in sorted(parameters.keys() | shapes.keys()):
+        have = parameters[name].shape if name in parameters else "nothing"
+        need = shapes[name].shape if name in shapes else "nothing"
+        if have != need:
+            raise ValueError(
+                f"{place} has {have} for {name}, and its configuration means {need}: get both from "
+                "the same model."
+            )
+        check_numbers(place, parameters[name])
+
+
+def check_dtype(dtype: Any) -> np.dtype:
+    """Return a dtype that a model computes in; raise ``ValueError`` for the others."""
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"The dtype is {dtype}: choose float32, or bfloat16, in which no number here is too "
+            "large."
+        )
+    return dtype
+
+
+def load_parts(
+    folder: Path,
+    shapes: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
+    sharding: jax.sharding.Sharding | dict | None = None,
+    variant: str | None = None,
+    unread: Mapping[str, Iterable[str]] | None = None,
+) -> dict[str, dict[str, jax.Array]]:
+    """Read the parameters of a model from a folder in diffusers' format.
+
+    Names and shapes are compared first. Then the numbers go from the files to the devices, one
+    parameter at a time, so that the host never holds the whole model.
+
+    Parameters
+    ----------
+    folder : Path
+        With a folder for each part.
+    shapes : dict
+        For each part, what a model needs, by its names: shapes and the dtype to read them in.
+    sharding : jax.sharding.Sharding or dict, optional
+        Where parameters lie: a sharding for all, or one for each.
+    variant : str, optional
+        The word that the files have in their names.
+    unread : dict, optional
+        For each part, names that files may have, and that nothing here uses.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If something is missing, damaged, or not what the configuration means.
+    """
+    stored = {}
+    for part, needed in shapes.items():
+        stored[part] = read_part(folder / part, variant)
+        for name in (unread or {}).get(part, ()):
+            stored[part].pop(name, None)
+        check_part(folder / part, stored[part], unstack_layers(needed))
+
+    params = {}
+    for part, values in stored.items():
+        params[part] = {}
+        # In the order of the file, with all layers of a stacked parameter where the first one is.
+        for name in dict.fromkeys(stacked_name(name)[0] for name in values):
+            value = _gather_layers(values, name, shapes[part][name])
+            where = sharding[part][name] if isinstance(sharding, dict) else sharding
+            placed = jax.device_put(value, where)
+            # So that the host's copy can go before the next one is read.
+            params[part][name] = placed.block_until_ready()
+    return params
+
+
+def _gather_layers(
+    values: Mapping[str, Stored | np.ndarray], name: str, needed: jax.ShapeDtypeStruct
+) -> np.ndarray:
+    """Read one parameter of a model, of all layers if it is stacked."""
+    if "*" not in name:
+        return np.array(values[name], needed.dtype)
+    value = np.empty(needed.shape, needed.dtype)
+    for layer, each in enumerate(names_in_files(name, needed.shape)):
+        value[layer] = values[each]
+    return value
+
+
+def stored_dtypes(
+    folder: str | Path, parts: Iterable[str], variant: str | None = None
+) -> dict[str, Any]:
+    """Return in which dtype the files of a folder have each part: that of most of its numbers."""
+    dtypes = {}
+    for part in parts:
+        sizes = {}
+        for value in read_part(Path(folder) / part, variant).values():
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + math.prod(value.shape)
+        dtypes[part] = max(sizes, key=sizes.get)
+    return dtypes
+
+
+def to_files(parameters: Mapping[str, Any], dtype: Any = None) -> dict[str, np.ndarray]:
+    """Return a part's parameters as files have them: single layers, and PyTorch's order of axes.
+
+    ``dtype`` is what to save them in; by default they keep theirs.
+
+    Raises
+    ------
+    ValueError
+        If a number is too large for float16.
+    """
+    tensors = {}
+    for name, value in unstack_layers(parameters).items():
+        tensors[name] = _cast(name, to_channels_first(name, value), dtype)
+    return tensors
+
+
+def _cast(name: str, value: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return an array in a dtype, or as it is if that is None."""
+    if dtype is None or value.dtype == dtype:
+        return value
+    with np.errstate(over="ignore"):
+        cast = value.astype(dtype)
+    if not np.isfinite(np.float32(cast)).all() and np.isfinite(np.float32(value)).all():
+        raise ValueError(
+            f"{name} has numbers up to {np.abs(np.float32(value)).max():.3g}, too large for "
+            f"{jnp.dtype(dtype).name}: choose bfloat16 or float32."
+        )
+    return cast

@@ -1,0 +1,428 @@
+"""LoRA: pairs of small matrices whose products are added to a model's weights (arXiv:2106.09685).
+
+What a file calls a layer is a model's own: ``course.sd.lora`` makes a table of it for Stable
+Diffusion. Everything else is here: how files write the two matrices and their scale, which kinds
+of files are no LoRA, and adding a LoRA to a model's weights or putting it beside them.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from course.model.files import (
+    Stored,
+    check_numbers,
+    names_in_files,
+    read_json,
+    read_safetensors,
+    to_channels_first,
+    to_channels_last,
+    write_safetensors,
+)
+from course.model.quantize import Quantized
+
+
+class Pair(NamedTuple):
+    """What is added to a weight is ``down @ up``.
+
+    For a linear layer, ``down`` is (inputs, rank), and ``up`` (rank, outputs). For a convolution,
+    they are (size, size, inputs, rank) and (1, 1, rank, outputs). For stacked layers, they are
+    (layers, inputs, rank) and (layers, rank, outputs).
+    """
+
+    down: jax.Array
+    up: jax.Array
+
+    @property
+    def product(self) -> jax.Array:
+        """The product, float32, in the weight's shape."""
+        return jnp.float32(self.down) @ jnp.float32(self.up)
+
+
+# Reading files.
+
+
+def _half(peft: str, others: str) -> re.Pattern:
+    """Return what the key of one of the two matrices is; the first group is the layer's name.
+
+    PEFT may put the name of the adapter behind its own; old files of diffusers put theirs behind an
+    underscore, as ``to_q_lora.down``.
+    """
+    peft_name = rf"\.lora_{peft}(?:\.\w+)?"
+    name = rf"\.lora_{others}|(?:\.lora|\.lora_linear_layer|_lora)\.{others}"
+    return re.compile(rf"(.+?)(?:{peft_name}|{name})\.weight")
+
+
+DOWN = _half("A", "down")
+UP = _half("B", "up")
+ALPHA = re.compile(r"(.+?)(?:[._]lora)?\.alpha")
+
+# Other kinds of files, by what is in their keys. None of them is a sum of a weight and a product of
+# two matrices, or they are more than that.
+OTHER_KINDS = {
+    r"\.hada_": "LoHa",
+    r"\.lokr_": "LoKr",
+    r"\.dora_scale$|\.lora_magnitude_vector": "DoRA",
+    r"\.lora_mid\.": "LoCon in three matrices (Tucker)",
+    r"\.oft_": "OFT",
+    r"\.on_input$": "(IA)³",
+    r"\.(diff|diff_b|w_norm|b_norm)$": "whole differences of weights",
+    r"\.lora_(B|up)(\.\w+)?\.bias$": "LoRA with biases",
+    r"^bundle_emb\.": "a LoRA with new words in the same file",
+}
+# For which models files with such keys are made.
+MADE_FOR = {
+    "double_blocks": "Flux",
+    "joint_": "Stable Diffusion 3",
+    "lora_te2_": "Stable Diffusion XL",
+    "text_encoder_2.": "Stable Diffusion XL",
+}
+
+PEFT_PREFIX = "base_model.model."
+PEFT_CONFIG = "adapter_config.json"
+
+
+class Layer(NamedTuple):
+    """Where in a model the weight of a layer is, which may be one of several that are stacked."""
+
+    part: str
+    name: str  # of the parameter
+    number: int | None  # of the layer, if layers are stacked
+    file_name: str  # what files of diffusers call the layer
+
+
+def model_layers(params: Mapping[str, Mapping[str, Any]]) -> list[Layer]:
+    """Return all layers of a model that have a weight, each of those that are stacked by itself."""
+    layers = []
+    for part, parameters in params.items():
+        for name, value in parameters.items():
+            if not name.endswith(".weight"):
+                continue
+            for number, each in enumerate(names_in_files(name, value.shape)):
+                which = number if "*" in name else None
+                layers.append(Layer(part, name, which, each.removesuffix(".weight")))
+    return layers
+
+
+def read_pairs(
+    file: str | Path, params: Mapping[str, Mapping[str, Any]], layers: Mapping[str, Layer]
+) -> dict[str, dict[str, Pair]]:
+    """Read a LoRA file for a model.
+
+    Parameters
+    ----------
+    file : str or Path
+        Safetensors.
+    params : dict
+        The model's parameters; shapes are enough.
+    layers : dict of Layer
+        By all names that files may have for a layer, in front of the words for the two matrices.
+
+    Returns
+    -------
+    dict
+        For each part, pairs by the name of the weight to which their product is added. Alpha is in
+        them already. Of stacked layers, those that the file does not name have zeros.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If the file is missing, damaged or a pickle, it is of another kind than LoRA, it has keys
+        that fit nothing in the model, which are listed, or shapes of a different model.
+    """
+    file = Path(file)
+    arrays, metadata = read_safetensors(file)
+    options = _read_options(file, metadata)
+    _refuse_other_kinds(file, arrays)
+    matrices, alphas, unknown = _sort_arrays(arrays, layers)
+    if unknown or not matrices:
+        some = "; ".join(sorted(unknown)[:5]) or "no keys of a LoRA"
+        raise ValueError(
+            f"{file} has {len(unknown)} keys that fit nothing in this model: {some}. "
+            f"{_made_for(arrays, metadata)}"
+        )
+    if PEFT_PREFIX in next(iter(arrays)) and not options and not alphas:
+        raise ValueError(
+            f"{file} does not say its alpha, which PEFT writes into {PEFT_CONFIG} beside it: get "
+            "that file, too."
+        )
+    pairs = {}  # for each part by the weight's name: of each layer, or of None if they are single
+    for layer, halves in matrices.items():
+        shape = params[layer.part][layer.name].shape
+        if layer.number is not None:
+            shape = shape[1:]
+        pair = _read_pair(file, layer, halves, shape)
+        rank = pair.down.shape[-1]
+        scale = _scale_by_options(options, layer, rank)
+        if layer in alphas:
+            scale = alphas[layer] / rank
+        pair = pair._replace(up=pair.up * np.float32(scale))
+        of_part = pairs.setdefault(layer.part, {})
+        of_part.setdefault(layer.name, {})[layer.number] = pair
+    lora = {}
+    for part, by_name in pairs.items():
+        lora[part] = {}
+        for name, by_number in by_name.items():
+            lora[part][name] = _stack_pairs(by_number, params[part][name].shape)
+    return lora
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    """Return the name of a layer, and what the array is for it; or "" of a key of another kind.
+
+    >>> _split_key("base_model.model.mid_block.resnets.0.conv1.lora_A.weight")
+    ('mid_block.resnets.0.conv1', 'down')
+    """
+    for kind, pattern in {"down": DOWN, "up": UP, "alpha": ALPHA}.items():
+        match = pattern.fullmatch(key)
+        if match:
+            return match[1].replace(PEFT_PREFIX, ""), kind
+    return "", ""
+
+
+def _sort_arrays(
+    arrays: Mapping[str, Stored], layers: Mapping[str, Layer]
+) -> tuple[dict[Layer, dict[str, Stored]], dict[Layer, float], list[str]]:
+    """Return the halves of pairs and the alphas by layer, and the keys that fit nothing."""
+    matrices, alphas, unknown = {}, {}, []
+    for key, array in arrays.items():
+        name, kind = _split_key(key)
+        layer = layers.get(name)
+        if layer is None or (kind == "alpha" and math.prod(array.shape) != 1):
+            unknown.append(key)
+        elif kind == "alpha":
+            alphas[layer] = float(np.asarray(array).item())
+        else:
+            matrices.setdefault(layer, {})[kind] = array
+    for layer, halves in matrices.items():
+        if len(halves) == 1:
+            unknown.append(f"{layer.part}.{layer.file_name}, of which only one half is there")
+    return matrices, alphas, unknown
+
+
+def _read_pair(
+    file: Path, layer: Layer, halves: Mapping[str, Stored], shape: tuple[int, ...]
+) -> Pair:
+    """Read the two matrices of a layer, and check that their product has the weight's shape."""
+    matrices = []
+    for half in ("down", "up"):
+        check_numbers(file, halves[half])
+        matrix = to_channels_last("", np.asarray(halves[half], np.float32))
+        # Files may have a convolution of one pixel as a matrix.
+        matrices.append(matrix[None, None] if len(shape) == 4 and matrix.ndim == 2 else matrix)
+    pair = Pair(*matrices)
+    where = f"{layer.part}.{layer.file_name}"
+    product_shape = (*pair.down.shape[:-1], pair.up.shape[-1])
+    if product_shape != shape:
+        raise ValueError(
+            f"{file} has {where} for {product_shape}, and this model has {shape}: "
+            "get one made for it."
+        )
+    if pair.up.shape[-2] != pair.down.shape[-1]:
+        raise ValueError(
+            f"{file} has halves of {where}, {pair.down.shape} and {pair.up.shape}, of two ranks: "
+            "get it again."
+        )
+    return pair
+
+
+def _stack_pairs(by_number: Mapping[int | None, Pair], shape: tuple[int, ...]) -> Pair:
+    """Return one pair for a weight, out of those of its layers.
+
+    Layers that are stacked get the same rank, the largest, and zeros for what they do not have.
+    """
+    if None in by_number:
+        return Pair(*map(jnp.asarray, by_number[None]))
+    depth, inputs, outputs = shape
+    rank = max(pair.down.shape[-1] for pair in by_number.values())
+    down = np.zeros((depth, inputs, rank), np.float32)
+    up = np.zeros((depth, rank, outputs), np.float32)
+    for number, pair in by_number.items():
+        own_rank = pair.down.shape[-1]
+        down[number, :, :own_rank] = pair.down
+        up[number, :own_rank] = pair.up
+    return Pair(jnp.asarray(down), jnp.asarray(up))
+
+
+def _refuse_other_kinds(file: Path, arrays: Mapping[str, Stored]) -> None:
+    """Raise ``ValueError`` and name the kind of a file that is no plain LoRA."""
+    for pattern, kind in OTHER_KINDS.items():
+        for key in arrays:
+            if re.search(pattern, key):
+                raise ValueError(
+                    f"{file} is {kind}, as {key} says, and this course reads LoRA alone, which "
+                    "adds down · up to a weight. Build it into a model by the program that it was "
+                    "made for, and read that model; or get a LoRA."
+                )
+
+
+def _made_for(arrays: Mapping[str, Stored], metadata: Mapping[str, str]) -> str:
+    """Return a sentence that says for which model a LoRA was made, as far as one can see it."""
+    kind = metadata.get("ss_base_model_version") or metadata.get("modelspec.architecture")
+    for word, model in MADE_FOR.items():
+        if any(word in key for key in arrays):
+            kind = model
+            break
+    if kind:
+        return f"It was made for {kind}: get one made for this model."
+    return "Get one made for it."
+
+
+def _read_options(file: Path, metadata: Mapping[str, str]) -> dict:
+    """Read PEFT's options, in a file's metadata or in a file beside it; mostly there are none."""
+    beside = file.with_name(PEFT_CONFIG)
+    if "lora_adapter_metadata" in metadata:
+        try:
+            return json.loads(metadata["lora_adapter_metadata"])
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{file} has options of PEFT that are damaged: {error}. Get it again."
+            ) from None
+    if file.name == "adapter_model.safetensors" and beside.is_file():
+        return read_json(beside)
+    return {}
+
+
+def _scale_by_options(options: Mapping[str, Any], layer: Layer, rank: int) -> float:
+    """Return by what PEFT multiplies a product: alpha / rank, or 1 if there are no options."""
+
+    def option(name: str) -> Any:  # which may be that of one part, or of a model that is one part
+        return options.get(f"{layer.part}.{name}", options.get(name))
+
+    alpha = option("lora_alpha")
+    if alpha is None:
+        alpha = rank
+    for ending, own_alpha in (option("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({ending})", layer.file_name):
+            alpha = own_alpha
+            break
+    if option("use_rslora"):
+        return alpha / rank**0.5
+    return alpha / rank
+
+
+# Writing files.
+
+
+def save_pairs(
+    file: str | Path,
+    lora: Mapping[str, Mapping[str, Pair]],
+    name_layer: Callable[[Layer], str],
+    dtype: Any = np.float16,
+) -> None:
+    """Write a LoRA as kohya's scripts do, which other programs read as well.
+
+    Each layer has three arrays: ``lora_down``, ``lora_up``, and alpha. A program adds their product
+    alpha / rank times. Here alpha is the rank, so it is added as it was trained.
+
+    Parameters
+    ----------
+    file : str or Path
+        It is there whole or not at all. Its folder is made if it is not there.
+    lora : dict
+        For each part, pairs by the name of the weight that they change.
+    name_layer : function
+        What the file shall call a layer.
+    dtype : dtype
+        Of what is written.
+    """
+    tensors = {}
+    downs = {part: {name: pair.down for name, pair in each.items()} for part, each in lora.items()}
+    for layer in model_layers(downs):
+        down, up = lora[layer.part][layer.name]
+        if layer.number is not None:
+            down, up = down[layer.number], up[layer.number]
+        name = name_layer(layer)
+        tensors[f"{name}.lora_down.weight"] = to_channels_first("", down).astype(dtype)
+        tensors[f"{name}.lora_up.weight"] = to_channels_first("", up).astype(dtype)
+        tensors[f"{name}.alpha"] = np.asarray(down.shape[-1], dtype)
+    write_safetensors(Path(file), tensors, {"ss_network_module": "networks.lora"})
+
+
+# A model with a LoRA.
+
+
+def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
+    """Add a LoRA to parameters, ``scale`` times.
+
+    The result is a new dictionary, whose other arrays are the old ones. To take the LoRA out again,
+    merge it with minus the scale: that gives the old numbers up to rounding, which in bfloat16 is 1
+    in 256, so keep the old parameters there. Merge before you quantize: weights in int8 raise
+    ``ValueError``.
+    """
+    merged = dict(params)
+    for part, pairs in lora.items():
+        changed = {name: add(params[part][name], pair, scale) for name, pair in pairs.items()}
+        merged[part] = params[part] | changed
+    return merged
+
+
+def add(weight: jax.Array, pair: Pair, scale: float | jax.Array) -> jax.Array:
+    """The sum of a weight and a pair's product, in the weight's dtype."""
+    if isinstance(weight, Quantized):
+        raise ValueError(
+            f"A weight of {weight.shape} is in int8, to which nothing can be added: "
+            "merge the LoRA first, and then quantize."
+        )
+    total = weight.astype(jnp.float32) + scale * pair.product
+    return total.astype(weight.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapted:
+    """A weight with a LoRA beside it: an array can be multiplied by it as by their sum."""
+
+    weight: "jax.Array | Adapted | Quantized"  # which may have a LoRA itself
+    pair: Pair
+    scale: jax.Array  # float32, (); for stacked layers one for each, (layers,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.weight.dtype
+
+    def __getitem__(self, index: Any) -> "Adapted":
+        """The matrix of a convolution of one pixel, which is ``weight[0, 0]``."""
+        pair = Pair(self.pair.down[index], self.pair.up[index])
+        return Adapted(self.weight[index], pair, self.scale)
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        """``x @ self``: from (..., inputs) to (..., outputs)."""
+        y = x @ self.pair.down.astype(x.dtype)  # (..., rank)
+        y = (y * self.scale).astype(x.dtype)
+        return x @ self.weight + y @ self.pair.up.astype(x.dtype)
+
+
+def attach(params: dict, lora: dict, scale: float | jax.Array) -> dict:
+    """Put a LoRA beside the weights of a model, in the program that uses them.
+
+    Then the scale is an input like any other, and each layer multiplies by two small matrices more.
+    Only convolutions of more than one pixel are added up, for the time of the call; where they are
+    in int8, that raises ``ValueError``. The other weights may be.
+    """
+    attached = dict(params)
+    for part, pairs in lora.items():
+        changed = {}
+        for name, pair in pairs.items():
+            weight = params[part][name]
+            if len(weight.shape) == 3:  # stacked layers, each of which gets the scale
+                scales = jnp.broadcast_to(jnp.float32(scale), weight.shape[0])
+                changed[name] = Adapted(weight, pair, scales)
+            elif len(weight.shape) == 2 or weight.shape[:2] == (1, 1):
+                changed[name] = Adapted(weight, pair, jnp.float32(scale))
+            else:
+                changed[name] = add(weight, pair, scale)
+        attached[part] = params[part] | changed
+    return attached

@@ -1,0 +1,69 @@
+"""From prompts to token ids: what the tokenizers of all models have in common."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from course.model.files import read_json
+
+
+def check_prompts(prompts: Any) -> None:
+    """Raise ``TypeError`` if there is one string in place of a list of prompts."""
+    if isinstance(prompts, str):
+        raise TypeError(f"Give a list of prompts: [{prompts!r}]")
+
+
+def warn_of_length(text: str, starts: list[int], room: int, around: str = "") -> None:
+    """Warn of the end of a prompt that is too long, and that is not read.
+
+    Parameters
+    ----------
+    text : str
+        The prompt, with what stands around it.
+    starts : list of int
+        Where in the text each token starts.
+    room : int
+        How many tokens are read.
+    around : str
+        What stands around the prompt, for the message.
+    """
+    if len(starts) <= room:
+        return
+    lost = text[starts[room] :].strip()
+    warnings.warn(
+        f"A prompt has {len(starts)} tokens{around}, and {room} are read: not {lost!r}.",
+        stacklevel=3,  # whoever called the tokenizer
+    )
+
+
+def read_splitter(file: Path) -> tokenizers.Tokenizer:
+    """Read a ``tokenizer.json``, which says how texts are cut into tokens.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If it is missing or damaged.
+    """
+    read_json(file)  # which says what is wrong with a file that is no JSON
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises no kind of its own
+        raise ValueError(f"{file} is no tokenizer: {error}. Get it again.") from None
+
+
+def special_token(file: Path, settings: dict, name: str) -> str:
+    """Return a token such as "bos_token", of which a tokenizer's settings say what it is.
+
+    Raises
+    ------
+    ValueError
+        If they do not. ``file`` is where they stand, for the message.
+    """
+    token = settings.get(name)
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str):
+        raise ValueError(f"{file} does not say what {name} is: download the folder again.")
+    return token

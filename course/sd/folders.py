@@ -1,0 +1,170 @@
+"""Reading and writing a model in a folder in diffusers' format."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from course.model.files import (
+    check_dtype,
+    load_parts,
+    read_json,
+    to_files,
+    write_json,
+    write_safetensors,
+)
+from course.sd.configs import Config, ScheduleConfig, read_config
+from course.sd.parameters import parameter_shapes
+from course.sd.tokenizer import Tokenizer, read_tokenizer
+
+# What files have and nothing here reads: the numbers from 0 to 76, in files from before 2023.
+POSITIONS = "text_model.embeddings.position_ids"
+UNREAD = {"text_encoder": (POSITIONS,), "text_encoder_2": (POSITIONS,)}
+
+
+def load(
+    folder: str | Path,
+    dtype: Any = jnp.float32,
+    sharding: jax.sharding.Sharding | dict | None = None,
+    variant: str | None = None,
+) -> tuple[dict[str, dict[str, jax.Array]], Config, Tokenizer]:
+    """Read a model from a folder in diffusers' format, with safetensors or Flax' msgpack.
+
+    Names and shapes are compared first. Then the numbers go from the files to the devices, one
+    parameter at a time.
+
+    Parameters
+    ----------
+    folder : str or Path
+        With ``model_index.json`` and a folder for each part.
+    dtype : dtype
+        Of parameters and computation: float32 or bfloat16. Samplers and norms compute in float32 in
+        any case.
+    sharding : jax.sharding.Sharding or dict, optional
+        Where parameters lie: a sharding for all, or one for each, as ``course.sd.shardings`` gives
+        them.
+    variant : str, optional
+        The word that the files have in their names, such as "fp16".
+
+    Returns
+    -------
+    params : dict
+        A dictionary of parameters for each part.
+    config : Config
+        The configuration, which is hashable.
+    tokenize : Tokenizer
+        A function from a list of prompts to token ids, int32, (prompts, text encoders, tokens).
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If something is missing, damaged, or not what the configuration means.
+    """
+    folder = Path(folder)
+    dtype = check_dtype(dtype)
+    config = read_config(folder)
+    tokenizers = [read_tokenizer(folder / "tokenizer")]
+    if len(config.text) == 2:
+        tokenizers.append(read_tokenizer(folder / "tokenizer_2"))
+    shapes = parameter_shapes(config, dtype)
+    params = load_parts(folder, shapes, sharding, variant, UNREAD)
+    return params, config, Tokenizer(tuple(tokenizers))
+
+
+def save(
+    params: dict[str, dict[str, jax.Array]],
+    source: str | Path,
+    folder: str | Path,
+    dtype: Any = None,
+    schedule: ScheduleConfig | None = None,
+) -> None:
+    """Write a folder that PyTorch's diffusers loads, with parameters as safetensors.
+
+    Parameters
+    ----------
+    params : dict
+        As ``load`` or ``course.sd.convert.read_single_file`` gives them.
+    source : str or Path
+        A folder in diffusers' format of the same model, for configurations and tokenizers. They may
+        be Flax'. The safety checker, if it has one, is left out.
+    folder : str or Path
+        Where to write. What is there is replaced.
+    dtype : dtype or dict, optional
+        What to save the numbers in: one for all, or one for each part. By default they keep theirs.
+    schedule : ScheduleConfig, optional
+        What to write in place of the source's, as ``course.sd.convert.read_schedule`` gives it.
+
+    Raises
+    ------
+    ValueError
+        If a number is too large for float16.
+    """
+    source = Path(source)
+    folder = Path(folder)
+    copy_settings(params.keys(), source, folder, schedule)
+    for part, values in params.items():
+        wanted = dtype.get(part) if isinstance(dtype, dict) else dtype
+        stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
+        write_safetensors(folder / part / f"{stem}.safetensors", to_files(values, wanted))
+
+
+# Schedulers of diffusers that can begin at pure noise.
+ZERO_SNR = (
+    "DDIMScheduler",
+    "DPMSolverMultistepScheduler",
+    "EulerAncestralDiscreteScheduler",
+    "EulerDiscreteScheduler",
+    "UniPCMultistepScheduler",
+)
+
+
+def copy_settings(
+    parts: Iterable[str], source: Path, folder: Path, schedule: ScheduleConfig | None = None
+) -> None:
+    """Copy what a folder in diffusers' format has besides parameters, for PyTorch's classes."""
+    index = read_json(source / "model_index.json")
+    is_flax = index["scheduler"][1].startswith("Flax")
+    for name, value in index.items():
+        if not isinstance(value, list):  # a name that begins with "_", or an option
+            continue
+        if name in parts or name.startswith(("tokenizer", "scheduler")):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+            for file in (source / name).iterdir():
+                if file.suffix not in (".json", ".txt") or ".index" in file.name:
+                    continue  # parameters, or the index of those in several files
+                copy = folder / name / file.name
+                if file.name.endswith("config.json"):
+                    write_json(copy, _without_flax(read_json(file)))
+                else:
+                    copy.write_bytes(file.read_bytes())
+        else:
+            index[name] = [None, None]  # as diffusers writes it
+    index = _without_flax(index)
+    own = read_config(source).schedule
+    schedule = schedule or own
+    file = folder / "scheduler" / "scheduler_config.json"
+    options = read_json(file)
+    if schedule.rescale_betas_zero_snr and index["scheduler"][1] not in ZERO_SNR:
+        index["scheduler"] = ["diffusers", "DDIMScheduler"]
+        options |= {"_class_name": "DDIMScheduler", "clip_sample": False}
+    write_json(folder / "model_index.json", index)
+    for name, value in asdict(schedule).items():
+        # Where the file does not say something, Flax' classes have other defaults than PyTorch's.
+        if name != "sampler" and (is_flax or value != getattr(own, name)):
+            options[name] = value
+    write_json(file, options)
+
+
+def _without_flax(options: dict) -> dict:
+    """What a JSON file of a folder has, with PyTorch's classes in place of Flax'."""
+    changed = {}
+    for name, value in options.items():
+        if name == "_class_name":
+            value = value.removeprefix("Flax")
+        elif isinstance(value, list):  # a library and a class, in model_index.json
+            value = [each.removeprefix("Flax") if isinstance(each, str) else each for each in value]
+        changed[name] = value
+    return changed
