@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from course.model.files import PICKLE_SUFFIXES
 from course.sd import read_config, save
 from course.sd.convert import read_schedule, read_single_file
-from helpers import find_folder
+from helpers.models import NO_WEIGHTS, find_model
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -28,7 +28,7 @@ def file_or_folder(name: str | None) -> Path | None:
         return None
     if Path(name).suffix in (".safetensors", ".gguf", *PICKLE_SUFFIXES):
         return Path(name)
-    return find_folder(name)
+    return find_model(name)
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of the numbers; by default as in the file")
     arguments = parser.parse_args()
     try:
-        like = find_folder(arguments.like, weights=False)
+        like = find_model(arguments.like, only=NO_WEIGHTS)
         config = read_config(like)
         params = read_single_file(
             arguments.file,

@@ -38,7 +38,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from course import sd
 from course.sd.tokenizer import Encoder, read_tokenizer
-from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, pick_checkpoint
+from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
 from helpers.inputs import unknown_words
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
@@ -53,7 +53,6 @@ class Settings:
     """What the images of a call follow from, besides their prompts and numbers."""
 
     checkpoint: str  #: as ``TUTORIAL_CHECKPOINT`` takes it
-    model: str = "sd"  #: the architecture, ``sd`` or ``sdxl``
     seed: int = 0
     steps: int = 15
     guidance: float = 3.0
@@ -148,7 +147,7 @@ def load_model(settings: Settings, sharding: jax.sharding.Sharding) -> tuple:
         jax.config.update("jax_compilation_cache_dir", str(folder))
     warnings.simplefilter("ignore")  # of long prompts, main has warned
     try:
-        checkpoint = pick_checkpoint(settings.model, safetensors=True, choice=settings.checkpoint)
+        checkpoint = read_checkpoint(settings.checkpoint)
         return sd.load(download(checkpoint), checkpoint.dtype, sharding)
     except (OSError, ValueError, RuntimeError) as error:
         raise RuntimeError(
@@ -482,7 +481,6 @@ def make_parser() -> argparse.ArgumentParser:
         default=os.environ.get(CHECKPOINT_VARIABLE, "shapes-sd"),
         help="a bundled one, a folder, or a Hub id, with @revision if need be; default %(default)s",
     )
-    parser.add_argument("--model", choices=("sd", "sdxl"), default="sd", help="its architecture")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="default: what suits the checkpoint")
     parser.add_argument("--guidance", type=float, help="likewise")
@@ -510,10 +508,11 @@ def choose_settings(options: argparse.Namespace) -> tuple[Settings, Checkpoint]:
     checkpoint = options.checkpoint
     if Path(checkpoint).is_dir():  # the actors may be in another folder
         checkpoint = str(Path(checkpoint).absolute())
-    found = pick_checkpoint(options.model, safetensors=True, choice=checkpoint)
+    found = read_checkpoint(checkpoint)
+    if found.model == "flux2":
+        raise RuntimeError(f"{checkpoint} is FLUX.2, and this command draws with Stable Diffusion.")
     settings = Settings(
         checkpoint=checkpoint,
-        model=options.model,
         seed=options.seed,
         steps=options.steps or found.num_inference_steps,
         guidance=found.guidance_scale if options.guidance is None else options.guidance,

@@ -16,7 +16,7 @@ from course.convert import DTYPES
 from course.model.files import stored_dtypes
 from course.model.lora import merge
 from course.sd.lora import read_lora, word_file
-from helpers import find_folder
+from helpers import find_model
 
 
 def file_and_scale(argument: str) -> tuple[Path, float]:
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="to save in; by default as the model is")
     arguments = parser.parse_args()
     try:
-        source = find_folder(arguments.source, variant=arguments.variant)
+        source = find_model(arguments.source, variant=arguments.variant)
         params, config, _ = sd.load(source, variant=arguments.variant)
         for file, scale in arguments.loras:
             lora = read_lora(file, params, config)

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import constants, file_download
 
 import helpers
-from helpers import checkpoints
+from helpers import checkpoints, models
 
 SD, SDXL = "CompVis/stable-diffusion-v1-4", "stabilityai/stable-diffusion-xl-base-1.0"
 KLEIN, KLEIN_BASE = "black-forest-labs/FLUX.2-klein-4B", "black-forest-labs/FLUX.2-klein-base-4B"
@@ -51,14 +51,16 @@ def hub(monkeypatch, tmp_path):
         files = [SimpleNamespace(rfilename=name, size=size) for name, size in hub.sizes.items()]
         return SimpleNamespace(siblings=files)
 
-    def hf_hub_download(hub_id, file, revision):
+    def snapshot_download(hub_id, **options):
         content = PYTORCH_CONFIGS[hub_id] | {"block_out_channels": [128, 256, 512, 512]}
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(content))
-        return str(path)
+        folder = tmp_path / "snapshot"
+        for name in ("model_index.json", "unet/config.json", "vae/config.json"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(json.dumps(content))
+        return str(folder)
 
     monkeypatch.setattr(checkpoints.HfApi, "model_info", model_info)
-    monkeypatch.setattr(checkpoints, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(models, "snapshot_download", snapshot_download)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     return hub
 
@@ -242,13 +244,27 @@ def test_safetensors_are_for_the_later_chapters(choose, hub, with_safetensors):
 
 def test_a_place_without_weights_is_refused(choose, hub, tmp_path):
     hub.sizes = {"unet/weights.bin": 10**9}
+    (tmp_path / "model_index.json").write_text(json.dumps(PYTORCH_CONFIGS[SD]))
     for choice in (str(tmp_path), SD):
         with pytest.raises(
             RuntimeError, match="holds no pipeline with Flax weights or safetensors"
         ):
             choose(choice, safetensors=True)
-        with pytest.raises(RuntimeError, match="holds no pipeline with safetensors: choose"):
-            choose(choice, "flux2", safetensors=True)
+    with pytest.raises(RuntimeError, match="holds no pipeline with safetensors: choose"):
+        choose(KLEIN, "flux2", safetensors=True)
+
+
+def test_a_folder_says_which_model_it_holds(tmp_path):
+    for model in ("sd", "sdxl", "flux2"):
+        assert models.which_model(models.find_model(f"shapes-{model}")) == model
+    with pytest.raises(RuntimeError, match=r"model_index\.json is missing: give a whole folder"):
+        models.which_model(tmp_path)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(RuntimeError, match="is made for FluxPipeline, and this course has models"):
+        models.which_model(tmp_path)
+    (tmp_path / "model_index.json").write_text('{"_class_name":')
+    with pytest.raises(RuntimeError, match=r"model_index\.json is damaged"):
+        models.which_model(tmp_path)
 
 
 @pytest.mark.parametrize("choice", ["shapes-sd15", "./nowhere/at-all", "/nowhere"])
@@ -330,7 +346,8 @@ def test_what_is_on_the_hub_is_downloaded_without_what_no_chapter_reads(choose, 
         asked.update(patterns, source=(hub_id, revision))
         return "/some/folder"
 
-    monkeypatch.setattr(checkpoints, "snapshot_download", snapshot_download)
-    assert str(helpers.download(choose(f"{SD}@bf16"))) == "/some/folder"
+    chosen = choose(f"{SD}@bf16")
+    monkeypatch.setattr(models, "snapshot_download", snapshot_download)
+    assert str(helpers.download(chosen)) == "/some/folder"
     assert asked["source"] == (SD, "bf16")
     assert "safety_checker/*" in asked["ignore_patterns"]

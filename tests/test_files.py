@@ -24,7 +24,7 @@ from course import flux2, sd
 from course.model.files import stack_layers, to_files, unstack_layers
 from course.sd import convert, lora
 from course.sd.clip import EMBEDDINGS
-from helpers import bundled_checkpoint, find_folder
+from helpers import bundled_checkpoint, find_model
 from tests.makers import common
 from tests.makers import files as make
 
@@ -339,12 +339,12 @@ def try_hub(bench):
         return bench.folder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(helpers.checkpoints, "snapshot_download", give)
-        assert find_folder("owner/name@fp16") == bench.folder
-        assert find_folder("owner/name") == bench.folder
+        patch.setattr(helpers.models, "snapshot_download", give)
+        assert find_model("owner/name@fp16") == bench.folder
+        assert find_model("owner/name") == bench.folder
     assert asked == [("owner/name", "fp16"), ("owner/name", None)]
-    assert find_folder("shapes-sd") == SD
-    assert find_folder(bench.folder) == bench.folder
+    assert find_model("shapes-sd") == SD
+    assert find_model(bench.folder) == bench.folder
 
 
 def try_schedulers(bench):

@@ -42,7 +42,7 @@ from course.finetune.training import (
 )
 from course.sd import Config
 from course.sd.lora import add_word, save_lora, save_word, word_file
-from helpers import find_folder, simulate_devices
+from helpers import find_model, simulate_devices
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -132,7 +132,7 @@ def check_options(options: argparse.Namespace) -> None:
 def fine_tune(options: argparse.Namespace) -> None:
     """What the command does."""
     check_options(options)
-    params, config, tokenize = sd.load(find_folder(options.model), options.dtype)
+    params, config, tokenize = sd.load(find_model(options.model), options.dtype)
     recipe = read_recipe(options, config)
     if recipe.attention == "flash" and jax.device_count() > 1:
         raise ValueError(
