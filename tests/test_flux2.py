@@ -539,12 +539,12 @@ BAD_FOLDERS = {
     "embedded guidance": (
         change_json("transformer/config.json", guidance_embeds=True),
         ValueError,
-        "says guidance_embeds: True, and this code computes False only.",
+        "asks for guidance_embeds = True, which this model does not have: it has False",
     ),
     "another text encoder": (
         change_json("text_encoder/config.json", model_type="mistral3"),
         ValueError,
-        "says model_type: 'mistral3', and this code computes 'qwen3' only.",
+        "asks for model_type = 'mistral3', which this model does not have: it has 'qwen3'",
     ),
     "more blocks than the configuration means": (
         change_json("transformer/config.json", num_single_layers=2),
@@ -554,12 +554,12 @@ BAD_FOLDERS = {
     "another scheduler": (
         change_json("scheduler/scheduler_config.json", use_karras_sigmas=True),
         ValueError,
-        "says use_karras_sigmas: True, and this code computes False only.",
+        "asks for use_karras_sigmas = True, which this model does not have: it has False",
     ),
     "scaled rotary positions": (
         change_json("text_encoder/config.json", rope_parameters={"rope_type": "yarn"}),
         ValueError,
-        "says rope_type: 'yarn', and this code computes 'default' only.",
+        "asks for rope_type = 'yarn', which this model does not have: it has 'default'",
     ),
     "fewer blocks than the configuration means": (
         change_json("transformer/config.json", num_single_layers=4),

@@ -1,10 +1,11 @@
 """What a model's configuration files say of its sizes."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from course.model.autoencoder import AutoencoderConfig
+from course.model.configs import check_options, read_options
 from course.model.files import read_json
 
 
@@ -77,8 +78,8 @@ class Config:
     is_distilled: bool = True  # then draw in four steps, without guidance; nothing checks it
 
 
-# What this code computes. A configuration that says otherwise is refused.
-_EXPECTED = {
+# The values that this model has for options that it does not read.
+ALLOWED = {
     "scheduler": {
         "_class_name": ("FlowMatchEulerDiscreteScheduler",),
         "time_shift_type": ("exponential",),
@@ -125,7 +126,9 @@ def read_config(folder: str | Path) -> Config:
             f"{folder} is made for {index.get('_class_name')}, and this code reads "
             "Flux2KleinPipeline, such as black-forest-labs/FLUX.2-klein-4B."
         )
-    scheduler = _read_checked(folder / "scheduler" / "scheduler_config.json", "scheduler")
+    file = folder / "scheduler" / "scheduler_config.json"
+    scheduler = read_json(file)
+    check_options(scheduler, file, ALLOWED["scheduler"], types={})
     return Config(
         transformer=_read_part(folder, "transformer", TransformerConfig),
         text_encoder=_read_part(folder, "text_encoder", TextConfig),
@@ -136,19 +139,9 @@ def read_config(folder: str | Path) -> Config:
 
 
 def _read_part(folder: Path, part: str, kind: type) -> Any:
-    """The configuration of a part. Where it lacks a name, FLUX.2-klein-4B's value holds."""
-    found = _read_checked(folder / part / "config.json", part)
-    values = {field.name: found[field.name] for field in fields(kind) if field.name in found}
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-
-
-def _read_checked(file: Path, part: str) -> dict:
-    found = read_json(file)
+    """Return the configuration of a part. What it lacks is as FLUX.2-klein-4B has it."""
+    file = folder / part / "config.json"
+    options = read_json(file)
     # Newer versions of transformers write settings of rotary positions in here.
-    found = (found.get("rope_parameters") or {}) | found
-    for name, expected in _EXPECTED[part].items():
-        if name in found and found[name] not in expected:
-            raise ValueError(
-                f"{file} says {name}: {found[name]!r}, and this code computes {expected[0]!r} only."
-            )
-    return found
+    options = (options.get("rope_parameters") or {}) | options
+    return read_options(kind, options, file, ALLOWED[part])

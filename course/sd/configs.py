@@ -8,10 +8,10 @@ import math
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 from course.model.autoencoder import AutoencoderConfig
-from course.model.configs import part_class
+from course.model.configs import part_class, read_options
 from course.model.files import read_json
 
 
@@ -126,50 +126,48 @@ INPAINTING = (
 )
 PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
 
-# For each class that a file can be for: what it is read into, and the class's defaults where they
-# differ from ours.
+# For each class of a part: what it is read into, and the class's defaults where they differ.
 CLASSES = {
     "CLIPTextModel": (TextConfig, {}),
     "CLIPTextModelWithProjection": (TextConfig, {"projects": True}),
     "UNet2DConditionModel": (UNetConfig, {}),
     "AutoencoderKL": (VAEConfig, {}),
-    "DDIMScheduler": (ScheduleConfig, {"sampler": "ddim", "clip_sample": True}),
-    "PNDMScheduler": (
-        ScheduleConfig,
-        {"sampler": "pndm", "set_alpha_to_one": False},
-    ),
-    "EulerDiscreteScheduler": (
-        ScheduleConfig,
-        {"sampler": "euler", "timestep_spacing": "linspace"},
-    ),
-    "FlaxEulerDiscreteScheduler": (  # its offset is no option
-        ScheduleConfig,
-        {"sampler": "euler", "timestep_spacing": "linspace", "steps_offset": 1},
-    ),
-    "DPMSolverMultistepScheduler": (
-        ScheduleConfig,
-        {"sampler": "dpm++", "timestep_spacing": "linspace"},
-    ),
 }
 
-# Schedulers of diffusers that have no sampler here, and the nearest one that is. A scheduler only
-# says in which steps a model is asked, so any of them draws with any of these models.
-NEAREST_SAMPLERS = {
-    "DEISMultistepScheduler": "dpm++",
-    "DPMSolverSDEScheduler": "dpm++",
-    "DPMSolverSinglestepScheduler": "dpm++",
-    "EulerAncestralDiscreteScheduler": "euler",
-    "HeunDiscreteScheduler": "euler",
-    "KDPM2AncestralDiscreteScheduler": "dpm++",
-    "KDPM2DiscreteScheduler": "dpm++",
-    "LMSDiscreteScheduler": "euler",
-    "UniPCMultistepScheduler": "dpm++",
+
+class Scheduler(NamedTuple):
+    """What a scheduler of diffusers is here.
+
+    A scheduler only says in which steps a model is asked, so any sampler draws with any model.
+    """
+
+    sampler: str  # which draws as it does, or which is the nearest
+    defaults: dict  # of the class, where they differ from those of ``ScheduleConfig``
+    is_nearest: bool = False
+    begins_at_noise: bool = False  # whether the class in diffusers can begin at pure noise
+
+
+LINSPACE = {"timestep_spacing": "linspace"}
+SCALED = LINSPACE | {"beta_start": 0.00085, "beta_end": 0.012}
+SCHEDULERS = {
+    "DDIMScheduler": Scheduler("ddim", {"clip_sample": True}, begins_at_noise=True),
+    "PNDMScheduler": Scheduler("pndm", {"set_alpha_to_one": False}),
+    "EulerDiscreteScheduler": Scheduler("euler", LINSPACE, begins_at_noise=True),
+    # Its offset is no option.
+    "FlaxEulerDiscreteScheduler": Scheduler("euler", LINSPACE | {"steps_offset": 1}),
+    "DPMSolverMultistepScheduler": Scheduler("dpm++", LINSPACE, begins_at_noise=True),
+    "DEISMultistepScheduler": Scheduler("dpm++", LINSPACE, is_nearest=True),
+    "DPMSolverSDEScheduler": Scheduler("dpm++", SCALED, is_nearest=True),
+    "DPMSolverSinglestepScheduler": Scheduler("dpm++", LINSPACE, is_nearest=True),
+    "EulerAncestralDiscreteScheduler": Scheduler(
+        "euler", LINSPACE, is_nearest=True, begins_at_noise=True
+    ),
+    "HeunDiscreteScheduler": Scheduler("euler", SCALED, is_nearest=True),
+    "KDPM2AncestralDiscreteScheduler": Scheduler("dpm++", SCALED, is_nearest=True),
+    "KDPM2DiscreteScheduler": Scheduler("dpm++", SCALED, is_nearest=True),
+    "LMSDiscreteScheduler": Scheduler("euler", LINSPACE, is_nearest=True),
+    "UniPCMultistepScheduler": Scheduler("dpm++", LINSPACE, is_nearest=True, begins_at_noise=True),
 }
-for _name, _sampler in NEAREST_SAMPLERS.items():
-    _defaults = {"sampler": _sampler, "timestep_spacing": "linspace"}
-    if _name.startswith(("Heun", "KDPM2", "DPMSolverSDE")):
-        _defaults |= {"beta_start": 0.00085, "beta_end": 0.012}
-    CLASSES[_name] = ScheduleConfig, _defaults
 
 # Options of schedulers that say how steps are taken, and not what the model was trained for. If
 # they ask for something else than this, there is a warning, and steps are taken in this way.
@@ -259,7 +257,7 @@ def read_class(options: dict, kind: str, where: str) -> Any:
     options : dict
         As the file has them.
     kind : str
-        A key of ``CLASSES``, with or without "Flax" in front.
+        A key of ``CLASSES`` or ``SCHEDULERS``, with or without "Flax" in front.
     where : str
         The file, for messages.
 
@@ -277,67 +275,46 @@ def read_class(options: dict, kind: str, where: str) -> Any:
     UserWarning
         If a scheduler has no sampler here, and the nearest one draws in its place.
     """
-    if kind not in CLASSES:
+    known = CLASSES.keys() | SCHEDULERS.keys()
+    if kind not in known:
         kind = kind.removeprefix("Flax")
-    if kind not in CLASSES:
-        names = ", ".join(CLASSES)
+    if kind not in known:
+        names = ", ".join([*CLASSES, *SCHEDULERS])
         raise ValueError(
             f"{where} is for {kind}, which this model does not have: choose one of {names}."
         )
-    config, defaults = CLASSES[kind]
-    types = get_type_hints(config)
-    if config is ScheduleConfig:
-        options = _without_other_steps(options, kind, where, defaults["sampler"])
-    known = {}
-    for name, value in (defaults | options).items():
-        if not _is_possible(name, value, types):
-            message = f"{where} asks for {name} = {value!r}, which this model does not have"
-            if name in ALLOWED:
-                message += f": it has {' and '.join(map(repr, ALLOWED[name]))}"
-            raise ValueError(f"{message}.")
-        if name in types:
-            known[name] = tuple(value) if isinstance(value, list) else value
-    return config(**known)
+    if kind in CLASSES:
+        config, defaults = CLASSES[kind]
+    else:
+        config = ScheduleConfig
+        scheduler = SCHEDULERS[kind]
+        defaults = {"sampler": scheduler.sampler} | scheduler.defaults
+        options = _without_other_steps(options, kind, where)
+    return read_options(config, defaults | options, where, ALLOWED, NO_DIFFERENCE)
 
 
-def _without_other_steps(options: dict, kind: str, where: str, sampler: str) -> dict:
-    """A scheduler's options without those that ask for steps that no sampler here takes.
+def _without_other_steps(options: dict, kind: str, where: str) -> dict:
+    """Return a scheduler's options without those that ask for steps that no sampler here takes.
 
     If there are such options, or there is no sampler for this kind, a warning says so.
     """
-    asks = [kind] if kind in NEAREST_SAMPLERS else []
+    scheduler = SCHEDULERS[kind]
+    asks = [kind] if scheduler.is_nearest else []
     left = {}
     for name, value in options.items():
         if name not in STEPS_ONLY:
             left[name] = value
-        elif kind not in NEAREST_SAMPLERS and value not in (STEPS_ONLY[name], None):
+        elif not scheduler.is_nearest and value not in (STEPS_ONLY[name], None):
             asks.append(f"{name} = {value!r}")
     if kind == "PNDMScheduler" and "skip_prk_steps" not in options:
         asks.append("skip_prk_steps = False")
     if asks:
         warnings.warn(
-            f"{where} asks for {' and '.join(asks)}, which is not here: {sampler!r} draws in its "
-            "place, and images differ a little from those of diffusers.",
+            f"{where} asks for {' and '.join(asks)}, which is not here: {scheduler.sampler!r} "
+            "draws in its place, and images differ a little from those of diffusers.",
             stacklevel=4,
         )
     return left
-
-
-def _is_possible(name: str, value: Any, types: dict[str, Any]) -> bool:
-    """Whether this model has an option with this value; ``types`` are those of what it reads."""
-    if name in types and isinstance(value, list) and not _may_be_tuple(types[name]):
-        return False
-    if name in ALLOWED:
-        values = value if isinstance(value, list) else [value]
-        return all(each in ALLOWED[name] for each in values)
-    if name in types or name in NO_DIFFERENCE or name.startswith("_"):
-        return True
-    return value is None or value is False  # unknown, but switched off
-
-
-def _may_be_tuple(annotation: Any) -> bool:
-    """Whether a type is a tuple, or a union of which one is."""
-    return any(get_origin(kind) is tuple for kind in (annotation, *get_args(annotation)))
 
 
 def read_config(folder: str | Path) -> Config:

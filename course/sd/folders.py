@@ -16,7 +16,7 @@ from course.model.files import (
     write_json,
     write_safetensors,
 )
-from course.sd.configs import Config, ScheduleConfig, read_config
+from course.sd.configs import SCHEDULERS, Config, ScheduleConfig, read_config
 from course.sd.parameters import parameter_shapes
 from course.sd.tokenizer import Tokenizer, read_tokenizer
 
@@ -111,16 +111,6 @@ def save(
         write_safetensors(folder / part / f"{stem}.safetensors", to_files(values, wanted))
 
 
-# Schedulers of diffusers that can begin at pure noise.
-ZERO_SNR = (
-    "DDIMScheduler",
-    "DPMSolverMultistepScheduler",
-    "EulerAncestralDiscreteScheduler",
-    "EulerDiscreteScheduler",
-    "UniPCMultistepScheduler",
-)
-
-
 def copy_settings(
     parts: Iterable[str], source: Path, folder: Path, schedule: ScheduleConfig | None = None
 ) -> None:
@@ -147,7 +137,8 @@ def copy_settings(
     schedule = schedule or own
     file = folder / "scheduler" / "scheduler_config.json"
     options = read_json(file)
-    if schedule.rescale_betas_zero_snr and index["scheduler"][1] not in ZERO_SNR:
+    written_for = SCHEDULERS.get(index["scheduler"][1])
+    if schedule.rescale_betas_zero_snr and not (written_for and written_for.begins_at_noise):
         index["scheduler"] = ["diffusers", "DDIMScheduler"]
         options |= {"_class_name": "DDIMScheduler", "clip_sample": False}
     write_json(folder / "model_index.json", index)
