@@ -47,36 +47,22 @@ def pytest_runtest_call(item):
         return (yield)
     finally:
         if is_chapter(item.path) and item.config.option.overwrite:
-            complete(item.path)
+            note_memory(item.path)
 
 
-def complete(path) -> None:
-    """Finish an executed chapter: join what a cell printed, and add how much memory it took.
+def note_memory(path) -> None:
+    """Add to an executed chapter how much memory it took.
 
-    The kernel cuts what a cell prints wherever it is at that time, so two runs could differ. The
-    memory is the most, in bytes, that any process of this worker's chapters has held so far.
+    It is the most, in bytes, that any process of this worker's chapters has held so far.
     """
+    if sys.platform != "linux":
+        return
+    import resource  # which Windows does not have
+
     notebook = nbformat.read(path, as_version=4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = merge_prints(cell.outputs)
-    if sys.platform == "linux":
-        import resource  # which Windows does not have
-
-        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-        notebook.metadata["peak_memory_so_far"] = peak * 1024
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    notebook.metadata["peak_memory_so_far"] = peak * 1024
     nbformat.write(notebook, path)
-
-
-def merge_prints(outputs: list) -> list:
-    merged = []
-    for output in outputs:
-        last = merged[-1] if merged else None
-        if last and output.output_type == last.output_type == "stream" and output.name == last.name:
-            last.text += output.text
-        else:
-            merged.append(output)
-    return merged
 
 
 def pytest_report_teststatus(report):

@@ -138,7 +138,7 @@ def require_accelerator() -> None:
 
 
 def find_runtime() -> str:
-    """Where this code runs: a key of the advice above."""
+    """Say where this code runs: a key of the advice above."""
     if "COLAB_RELEASE_TAG" in os.environ:
         return "Colab"
     if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
@@ -151,7 +151,7 @@ def find_runtime() -> str:
 
 
 def has_tpu_chips() -> bool:
-    """Whether the operating system shows TPU chips, whatever JAX makes of them."""
+    """Say whether the operating system shows TPU chips, whatever JAX makes of them."""
     return any(Path("/dev").glob("accel[0-9]*")) or any(Path("/dev/vfio").glob("[0-9]*"))
 
 

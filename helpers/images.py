@@ -124,7 +124,7 @@ def image_grid(
 
 
 def caption_font(text: str, size: int = FONT_SIZE) -> ImageFont.FreeTypeFont:
-    """The font in which a text is drawn.
+    """Choose the font in which a text is drawn.
 
     Parameters
     ----------
@@ -160,13 +160,13 @@ def caption_font(text: str, size: int = FONT_SIZE) -> ImageFont.FreeTypeFont:
 
 
 def missing_letters(text: str, font: ImageFont.FreeTypeFont) -> list[str]:
-    """The letters of a text that a font lacks, each once, in their order."""
+    """List the letters of a text that a font lacks, each once, in their order."""
     has = FT2Font(str(font.path)).get_charmap()
     return [letter for letter in dict.fromkeys(text) if letter != "\n" and ord(letter) not in has]
 
 
 def wrapped(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
-    """A text broken into lines of at most so many pixels."""
+    """Break a text into lines of at most so many pixels."""
     lines, line = [], ""
     for piece in PIECES.findall(" ".join(text.split())):
         if line and font.getlength(line + piece) > width:

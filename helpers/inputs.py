@@ -144,7 +144,7 @@ def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
 
 
 def unknown_words(prompt: str, known: list[str]) -> list[str]:
-    """The words of a prompt that are not among the known ones, each once, in their order.
+    """List the words of a prompt that are not among the known ones, each once, in their order.
 
     >>> unknown_words("A red house", ["a", "red", "heart"])
     ['house']

@@ -35,14 +35,14 @@ class Package:
 
     @property
     def fits(self) -> bool:
-        """Whether the installed version is one that the course is made for."""
+        """Say whether the installed version is one that the course is made for."""
         if self.installed is None:
             return False
         return self.allowed.contains(self.installed, prereleases=True)
 
     @property
     def is_newer(self) -> bool:
-        """Whether the installed version is newer than those that the course is made for."""
+        """Say whether the installed version is newer than those that the course is made for."""
         if self.installed is None:
             return False
         for bound in self.allowed:
@@ -52,7 +52,7 @@ class Package:
 
 
 def needed_packages() -> list[Package]:
-    """What the distribution says that it needs, without its extras, and what is installed of it.
+    """Read what the distribution needs, without its extras, and what is installed of it.
 
     The list is empty if the course is not installed, and its folder is merely on the path.
     """
@@ -76,7 +76,7 @@ def needed_packages() -> list[Package]:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a package that is installed, or None."""
+    """Return the version of a package that is installed, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -101,12 +101,12 @@ def require_flax() -> None:
 
 
 def list_versions(packages: list[Package]) -> str:
-    """Names and installed versions, as a sentence has them."""
+    """Write names and installed versions as a sentence has them."""
     return ", ".join(f"{package.name} {package.installed or '(missing)'}" for package in packages)
 
 
 def pip_command(packages: list[Package]) -> str:
-    """The command that installs these packages in versions that fit."""
+    """Return the command that installs these packages in versions that fit."""
     wanted = [f'"{package.name}{package.allowed}"' for package in packages]
     return " ".join([PIP, *wanted])
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def find_data(name: str) -> Path:
-    """The path of a file or folder that comes with the course.
+    """Return the path of a file or folder that comes with the course.
 
     A clone has it at its top level, and an installed wheel inside this package.
 

@@ -17,7 +17,7 @@ def repair_safety_checker() -> None:
 
 
 def cosine_similarity(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The cosine between each row of ``a``, (n, size), and each of ``b``, (m, size): (n, m).
+    """Return the cosines between the rows of ``a``, (n, size), and of ``b``, (m, size): (n, m).
 
     Examples
     --------

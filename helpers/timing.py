@@ -19,7 +19,7 @@ class Timing:
 
     @property
     def steady(self) -> float:
-        """Median of the later calls, in seconds."""
+        """Return the median of the later calls, in seconds."""
         return statistics.median(self.later)
 
     def __str__(self) -> str:

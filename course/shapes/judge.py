@@ -143,27 +143,27 @@ def read(picture: np.ndarray, shapes: tuple[str, ...] = scenes.SHAPES) -> scenes
 
 
 def _palette_name(color: np.ndarray) -> str | None:
-    """The closest name in the palette, or None if no colour of it is close."""
+    """Return the closest name in the palette, or None if no colour of it is close."""
     distances = {name: np.linalg.norm(color - value) for name, value in scenes.PALETTE.items()}
     name = min(distances, key=distances.get)
     return name if distances[name] < NEAR_COLOR else None
 
 
 def _eroded(mask: np.ndarray) -> np.ndarray:
-    """The pixels whose four neighbours belong to the mask too."""
+    """Return the pixels whose four neighbours belong to the mask too."""
     padded = np.pad(mask, 1)
     return mask & padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
 
 
 def _centroid(mask: np.ndarray) -> np.ndarray:
-    """x and y of a mask's centroid, as fractions of its width: (2,)."""
+    """Return x and y of a mask's centroid, as fractions of its width: (2,)."""
     side = len(mask)
     centers = (np.arange(side) + 0.5) / side
     return np.array([mask.sum(0) @ centers, mask.sum(1) @ centers]) / mask.sum()
 
 
 def _tilts(shape: str) -> list[float]:
-    """Tilts at which a shape looks different, in coarse steps."""
+    """List the tilts at which a shape looks different, in coarse steps."""
     symmetry = scenes.SYMMETRY[shape]
     if symmetry == 0:
         return [0.0]
@@ -172,14 +172,14 @@ def _tilts(shape: str) -> list[float]:
 
 @cache
 def _moments(shape: str, tilt: float) -> tuple[float, np.ndarray]:
-    """Area of the shape of radius 1, and its centroid seen from the centre of its circle."""
+    """Return the area of the shape of radius 1, and its centroid seen from its circle's centre."""
     radius = 0.5
     mask = scenes.coverage(shape, 0.5, 0.5, radius, tilt, 256)
     return float(mask.mean()) / radius**2, (_centroid(mask) - 0.5) / radius
 
 
 def _coarse_match(alpha: np.ndarray, shape: str, area: float, centroid: np.ndarray) -> Match:
-    """The best match of one shape at any of the coarse tilts.
+    """Return the best match of one shape at any of the coarse tilts.
 
     It is drawn with the area, and with the centroid, (2,), that are seen.
     """
@@ -194,7 +194,7 @@ def _coarse_match(alpha: np.ndarray, shape: str, area: float, centroid: np.ndarr
 
 
 def _fine_match(alpha: np.ndarray, match: Match) -> Match:
-    """The match moved, scaled and turned until it overlaps most.
+    """Move, scale and turn a match until it overlaps most.
 
     A cross with one short arm has neither the area nor the centroid of the cross that it comes
     closest to.
@@ -206,7 +206,7 @@ def _fine_match(alpha: np.ndarray, match: Match) -> Match:
         free = 3  # a circle looks the same at any tilt
 
     def place(moved: np.ndarray) -> np.ndarray:
-        """x, y, radius and tilt, of which the free ones have moved by so many steps."""
+        """Return x, y, radius and tilt, of which the free ones have moved by so many steps."""
         placed = start.copy()
         placed[:free] += moved * steps[:free]
         return placed
@@ -227,13 +227,13 @@ def _fine_match(alpha: np.ndarray, match: Match) -> Match:
 def _overlap(
     alpha: np.ndarray, shape: str, x: float, y: float, radius: float, tilt: float
 ) -> float:
-    """Intersection over union of what is seen and a drawn shape."""
+    """Return the intersection over union of what is seen and a drawn shape."""
     drawn = scenes.coverage(shape, x, y, radius, tilt, len(alpha))
     return float(np.minimum(alpha, drawn).sum() / np.maximum(alpha, drawn).sum())
 
 
 def right_attributes(asked: dict[str, str | None], seen: scenes.Scene | Refusal) -> dict[str, bool]:
-    """For each attribute that a caption names, whether the reading has it.
+    """Say for each attribute that a caption names whether the reading has it.
 
     A refused picture has none.
     """
@@ -245,7 +245,7 @@ def right_attributes(asked: dict[str, str | None], seen: scenes.Scene | Refusal)
 
 
 def count_right(asked: Iterable[dict[str, str | None]], pictures: Iterable[np.ndarray]) -> int:
-    """In how many pictures everything is right that their captions name."""
+    """Count the pictures in which everything is right that their captions name."""
     right = 0
     for named, picture in zip(asked, pictures, strict=True):
         right += all(right_attributes(named, read(picture)).values())
@@ -253,6 +253,6 @@ def count_right(asked: Iterable[dict[str, str | None]], pictures: Iterable[np.nd
 
 
 def share(values: Iterable[bool]) -> float:
-    """The share of true values."""
+    """Return the share of true values."""
     values = list(values)
     return sum(values) / len(values)

@@ -40,7 +40,7 @@ CAPTION_SEED = 2026  # of captions to be judged; their pictures have their own k
 
 
 def _arc(radius: float, start: float, stop: float, center=(0.0, 0.0)) -> np.ndarray:
-    """Points on an arc, angles in degrees."""
+    """Return points on an arc, angles in degrees."""
     angles = np.radians(np.linspace(start, stop, 48))
     return np.stack(
         [center[0] + radius * np.cos(angles), center[1] + radius * np.sin(angles)], axis=1
@@ -48,7 +48,7 @@ def _arc(radius: float, start: float, stop: float, center=(0.0, 0.0)) -> np.ndar
 
 
 def _corners(*angles: float, radii=(1.0,)) -> np.ndarray:
-    """Points at the given angles in degrees, the radii taken in turn."""
+    """Return points at the given angles in degrees, the radii taken in turn."""
     radius = np.resize(radii, len(angles))[:, None]
     return radius * np.stack([np.cos(np.radians(angles)), np.sin(np.radians(angles))], axis=1)
 
@@ -140,12 +140,12 @@ class Scene:
 
 
 def held_out() -> frozenset[tuple[str, str, str]]:
-    """The (color, shape, background) combinations that training never sees: a tenth of all."""
+    """Read the (color, shape, background) combinations that training never sees: a tenth of all."""
     return frozenset(tuple(row) for row in json.loads(HELD_OUT_FILE.read_text(encoding="utf-8")))
 
 
 def held_out_captions(count: int) -> list[dict[str, str]]:
-    """Attributes of full captions of held-out combinations, each combination in turn."""
+    """List attributes of full captions of held-out combinations, each combination in turn."""
     rng = np.random.default_rng(CAPTION_SEED)
     choices = sorted(held_out())
     captions = []
@@ -157,7 +157,7 @@ def held_out_captions(count: int) -> list[dict[str, str]]:
 
 
 def combinations() -> list[tuple[str, str, str]]:
-    """All (color, shape, background) combinations in which the shape can be seen."""
+    """List all (color, shape, background) combinations in which the shape can be seen."""
     return [c for c in product(COLORS, SHAPES, BACKGROUNDS) if c[0] != c[2]]
 
 
@@ -172,7 +172,7 @@ def random_scene(
 
 
 def training_scenes(count: int, seed: int) -> list[Scene]:
-    """``count`` random scenes of all combinations but the held-out ones, each equally likely."""
+    """Draw ``count`` scenes by chance of all combinations but the held-out ones, equally likely."""
     rng = np.random.default_rng(seed)
     allowed = [c for c in combinations() if c not in held_out()]
     return [random_scene(rng, *allowed[i]) for i in rng.integers(len(allowed), size=count)]
@@ -183,14 +183,14 @@ TAUGHT_COLORS = ("red", "yellow", "green", "blue", "purple", "white")
 
 
 def new_examples(shape: str, count: int, seed: int = 0) -> list[Scene]:
-    """Scenes of a shape, to teach it: colours and sizes in turn, on backgrounds of all colours."""
+    """List scenes that teach a shape: colours and sizes in turn, on backgrounds of all colours."""
     rng = np.random.default_rng(seed)
     named = _colors_and_sizes(rng, TAUGHT_COLORS, count)
     return [random_scene(rng, shape=shape, **attributes) for attributes in named]
 
 
 def new_captions(shape: str, colors: tuple[str, ...], count: int) -> list[dict[str, str]]:
-    """Attributes of full captions of a new shape, the colours in turn."""
+    """List attributes of full captions of a new shape, the colours in turn."""
     rng = np.random.default_rng(CAPTION_SEED)
     named = _colors_and_sizes(rng, colors, count)
     return [attributes | {"shape": shape} for attributes in named]
@@ -199,7 +199,7 @@ def new_captions(shape: str, colors: tuple[str, ...], count: int) -> list[dict[s
 def _colors_and_sizes(
     rng: np.random.Generator, colors: tuple[str, ...], count: int
 ) -> list[dict[str, str]]:
-    """All attributes but the shape: colours in turn, then sizes, on backgrounds by chance."""
+    """List all attributes but the shape: colours in turn, then sizes, on backgrounds by chance."""
     sizes = list(SIZES)
     found = []
     for k in range(count):
@@ -227,7 +227,7 @@ def write_folder(examples: list[Scene], folder: Path, pixels: int = 64) -> None:
 
 
 def coverage(shape: str, x: float, y: float, radius: float, tilt: float, pixels: int) -> np.ndarray:
-    """How much of each pixel the shape covers: float32 of shape (pixels, pixels), from 0 to 1."""
+    """Return how much of each pixel the shape covers: float32, (pixels, pixels), from 0 to 1."""
     side = pixels * SUPERSAMPLING
     cos = np.cos(np.radians(tilt))
     sin = np.sin(np.radians(tilt))
