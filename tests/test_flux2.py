@@ -126,19 +126,6 @@ def test_the_transformer_is_as_large_as_its_file_on_the_hub():
     assert round(2 * numbers / 1e9, 2) == 7.75  # GB in bfloat16
 
 
-def test_shapes_alone_tell_the_shape_of_the_images():
-    config = flux2.Config()
-    ids = jax.ShapeDtypeStruct((2, 512), jnp.int32)
-    mask = jax.ShapeDtypeStruct((2, 512), bool)
-    noise = jax.ShapeDtypeStruct((2, 4096, 128), jnp.float32)
-
-    def draw(params, ids, mask, noise):
-        return flux2.generate(params, config, ids, mask, noise, height=1024, width=1024)
-
-    images = jax.eval_shape(draw, flux2.parameter_shapes(config), ids, mask, noise)
-    assert (images.shape, images.dtype) == ((2, 1024, 1024, 3), jnp.float32)
-
-
 # Parts.
 
 ODD_PROMPTS = [
@@ -658,14 +645,3 @@ def test_reference_images_for_another_number_of_prompts_are_refused(model):
 def test_one_string_in_place_of_a_list_of_prompts_is_refused(model):
     with pytest.raises(TypeError, match=r"Give a list of prompts: \['a star'\]"):
         model[2]("a star")
-
-
-def test_rules_that_do_not_fit_are_refused_in_a_sentence(model):
-    config = model[1]
-    with pytest.raises(ValueError, match="and 3 devices do not divide 64: choose another number"):
-        flux2.shardings(config, mesh_of(1, 3), flux2.TENSOR_PARALLEL)
-    sentence = r"The mesh has no axis 'host': choose one of data, model\."
-    with pytest.raises(ValueError, match=sentence):
-        flux2.shardings(config, mesh_of(8, 1), {"embed": "host"})
-    with pytest.raises(ValueError, match="No parameter has an axis 'head': choose one of embed, h"):
-        flux2.shardings(config, mesh_of(8, 1), {"head": "model"})

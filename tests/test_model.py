@@ -303,44 +303,6 @@ def shape_of_images(config, inputs, **options):
     return jax.eval_shape(lambda inputs: generate(config=config, **inputs, **options), inputs)
 
 
-def test_shapes_alone_tell_the_shape_of_the_images(sd_14):
-    images = shape_of_images(*sd_14)
-    assert (images.shape, images.dtype) == ((2, 512, 512, 3), jnp.float32)
-
-
-@pytest.mark.parametrize(
-    ("part", "name", "shape", "sentence"),
-    [
-        (
-            "unet",
-            "conv_in.bias",
-            None,
-            r"The parameter conv_in.bias of unet is missing: give .* has it as \(320,\)\.",
-        ),
-        (
-            "unet",
-            "conv_in.bias",
-            (4,),
-            r"The parameter conv_in.bias of unet has the shape \(4,\): give .* as \(320,\)\.",
-        ),
-        (
-            "vae",
-            "post_quant_conv.weight",
-            (1, 1, 4, 3),
-            "The parameter post_quant_conv.weight of vae has the shape",
-        ),
-    ],
-)
-def test_a_parameter_that_is_missing_or_does_not_fit_is_named(sd_14, part, name, shape, sentence):
-    config, inputs = sd_14
-    params = {key: dict(shapes) for key, shapes in inputs["params"].items()}
-    del params[part][name]
-    if shape:
-        params[part][name] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    with pytest.raises(ValueError, match=sentence):
-        shape_of_images(config, inputs | {"params": params})
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [

@@ -6,12 +6,14 @@ import numpy as np
 
 from course.flux2 import qwen3, sampler, transformer, vae
 from course.flux2.configs import Config
+from course.flux2.parameters import model_parameters
+from course.model.parameters import check_parameters
 
 REFERENCE_DISTANCE = 10  # of a reference image from the image, on the first axis of positions
 
 
 def positions(rows: int, columns: int, reference: int = 0) -> np.ndarray:
-    """Where an image's tokens are, on four axes: (rows * columns, 4).
+    """Return where an image's tokens are, on four axes: (rows * columns, 4).
 
     The axes are the number of the reference image (times 10; 0 is the image itself), the row, the
     column, and the place in a text, which is 0 for images.
@@ -19,22 +21,22 @@ def positions(rows: int, columns: int, reference: int = 0) -> np.ndarray:
     >>> positions(1, 2, reference=1).tolist()
     [[10, 0, 0, 0], [10, 0, 1, 0]]
     """
-    found = np.zeros((rows, columns, 4), np.int32)
-    found[..., 0] = REFERENCE_DISTANCE * reference
-    found[..., 1] = np.arange(rows)[:, None]
-    found[..., 2] = np.arange(columns)
-    return found.reshape(-1, 4)
+    places = np.zeros((rows, columns, 4), np.int32)
+    places[..., 0] = REFERENCE_DISTANCE * reference
+    places[..., 1] = np.arange(rows)[:, None]
+    places[..., 2] = np.arange(columns)
+    return places.reshape(-1, 4)
 
 
 def text_positions(tokens: int) -> np.ndarray:
-    """Where a text's tokens are, on the same axes: (tokens, 4)."""
-    found = np.zeros((tokens, 4), np.int32)
-    found[:, 3] = np.arange(tokens)
-    return found
+    """Return where a text's tokens are, on the same axes: (tokens, 4)."""
+    places = np.zeros((tokens, 4), np.int32)
+    places[:, 3] = np.arange(tokens)
+    return places
 
 
 def encode_prompts(params: dict, config: Config, ids: jax.Array, mask: jax.Array) -> jax.Array:
-    """What the transformer gets of prompts: (prompts, tokens, joint_attention_dim).
+    """Return what the transformer gets of prompts: (prompts, tokens, joint_attention_dim).
 
     ``ids`` and ``mask`` come from the tokenizer. The transformer sees the padding, too: it was
     trained so.
@@ -43,7 +45,9 @@ def encode_prompts(params: dict, config: Config, ids: jax.Array, mask: jax.Array
 
 
 def encode_images(params: dict, config: Config, images: jax.Array) -> jax.Array:
-    """Tokens of images from 0 to 1, float, (batch, height, width, 3): (batch, tokens, channels).
+    """Return tokens of images, (batch, tokens, channels).
+
+    Images are from 0 to 1, float, (batch, height, width, 3).
 
     Whole numbers are refused by a ``ValueError``.
     """
@@ -51,13 +55,13 @@ def encode_images(params: dict, config: Config, images: jax.Array) -> jax.Array:
 
 
 def random_tokens(key: jax.Array, config: Config, batch: int, height: int, width: int) -> jax.Array:
-    """Noise to start from, for images of so many pixels: float32, (batch, tokens, channels)."""
+    """Draw noise for images of so many pixels: float32, (batch, tokens, channels)."""
     rows, columns = size_in_tokens(config, height, width)
     return jax.random.normal(key, (batch, rows * columns, config.transformer.in_channels))
 
 
 def size_in_tokens(config: Config, height: int, width: int) -> tuple[int, int]:
-    """How many rows and columns of tokens an image of so many pixels has.
+    """Return how many rows and columns of tokens an image of so many pixels has.
 
     Raises
     ------
@@ -86,7 +90,7 @@ def denoise(
     reference: jax.Array | None = None,
     shift: float | None = None,
 ) -> jax.Array:
-    """From noise to the tokens of an image: the steps of ``generate``, without its encoders.
+    """Go from noise to the tokens of an image: the steps of ``generate``, without its encoders.
 
     Parameters
     ----------
@@ -227,10 +231,12 @@ def generate(
     Raises
     ------
     ValueError
-        If the size is not one of whole tokens or not that of the images to edit, if the numbers of
-        prompts, noise and images do not go together, if images are whole numbers, if there is
-        guidance without an empty prompt, or no step.
+        If parameters are missing or have other shapes, if the size is not one of whole tokens or
+        not that of the images to edit, if the numbers of prompts, noise and images do not go
+        together, if images are whole numbers, if there is guidance without an empty prompt, or no
+        step.
     """
+    check_parameters(params, model_parameters(config))
     if images is not None and images.shape[1:3] != (height, width):
         given = " x ".join(map(str, images.shape[1:3]))
         raise ValueError(

@@ -1,4 +1,4 @@
-"""int8 for the UNet: whole numbers from -127 to 127, and scales that say what they stand for.
+"""int8 for a UNet or a transformer: whole numbers from -127 to 127, and what they are scaled by.
 
 Weights are rounded once, with a scale for each output channel. What they are multiplied by is
 rounded in the program, with a scale for each vector (*dynamic* quantization), so nothing has to be
@@ -16,15 +16,17 @@ import jax.numpy as jnp
 
 # Which layers are rounded: regular expressions for their names.
 LAYERS = {
-    # All but the first and the last layer, which see latents; those of the timestep, which is one
+    # All but the first and the last layers, which see latents; those of the time, which is one
     # vector for an image; and keys and values of the text, which are computed once for all steps.
-    # There is hardly any time to win in any of these.
-    "all": r"(?!conv_in|conv_out|.*time_emb|.*add_emb|.*attn2\.to_[kv])",
+    # There is hardly any time to win in any of these. First the UNet's names, then those of
+    # FLUX.2's transformer.
+    "all": r"(?!conv_in|conv_out|.*time_emb|.*add_emb|.*attn2\.to_[kv]"
+    r"|x_embedder|context_embedder|time_guidance_embed|.*_modulation|norm_out|proj_out)",
     # Those in which a rounded number is then multiplied by many, which wins back the time to round
     # it: by the columns of to_q, to_k and to_v together; of the feed-forward part's first layer,
     # which has eight outputs for each input; or of a convolution, once for each neighbour. By the
     # cycles that the TPU compiler expects (benchmarks/int8.json), XL gains at 1,280 channels, and
-    # hardly at fewer.
+    # hardly at fewer. They are the UNet's alone.
     "gaining": r".*(attn1\.to_[qkv]|ff\.net\.0\.proj|conv[12]|samplers\.0\.conv)\.",
 }
 LARGEST = 127  # -128 has no opposite
@@ -111,15 +113,16 @@ class Quantized:
 def quantize(
     parameters: dict[str, jax.Array], layers: str = "all"
 ) -> dict[str, jax.Array | Quantized]:
-    """Round the weights of a UNet's linear layers and convolutions to int8.
+    """Round the weights of linear layers and convolutions of a UNet or a transformer to int8.
 
     Biases and norms stay as they are. Where parameters lie on several devices, so do these.
 
     Parameters
     ----------
     parameters : dict
-        The UNet's by name, such as ``params["unet"]`` of ``course.sd.load``. If there is a
-        LoRA for the model, merge it first.
+        The part's by name, such as ``params["unet"]`` of ``course.sd.load`` or
+        ``params["transformer"]`` of ``course.flux2.load``. If there is a LoRA for the model, merge
+        it first.
     layers : str
         Which layers: a name in ``LAYERS``.
 
@@ -133,11 +136,11 @@ def quantize(
     ------
     ValueError
         If a weight is no array: it is quantized already, or has a LoRA beside it. Or if there is no
-        such name in ``LAYERS``.
+        such name in ``LAYERS``, or none of its layers here.
     """
     if layers not in LAYERS:
         raise ValueError(f"There are no layers {layers!r}: choose one of {', '.join(LAYERS)}.")
-    found = {}
+    rounded = {}
     for name, value in parameters.items():
         if not hasattr(value, "ndim"):
             raise ValueError(
@@ -146,10 +149,12 @@ def quantize(
             )
         is_matrix = name.endswith(".weight") and value.ndim - ("*" in name) >= 2
         if is_matrix and re.match(LAYERS[layers], name):
-            found[name] = quantize_weight(value)
+            rounded[name] = quantize_weight(value)
         else:
-            found[name] = value
-    return found
+            rounded[name] = value
+    if not any(isinstance(value, Quantized) for value in rounded.values()):
+        raise ValueError(f"None of these parameters is among the layers {layers!r}: give others.")
+    return rounded
 
 
 @jax.jit

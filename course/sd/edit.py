@@ -1,8 +1,8 @@
 """Draw over images: all of them, or only what a mask says.
 
-A sampler starts from noise and takes all steps. To change an image, its latents are put under as
-much noise as a later step expects, and only the steps from there on are taken. ``strength`` is the
-share of the steps that is taken: at 1 next to nothing is left of the image.
+To draw takes all steps, from noise on. To change an image, its latents are put under as much noise
+as a later step expects, and only the steps from there on are taken. ``strength`` is the share of
+the steps that is taken: at 1 next to nothing is left of the image.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from course.model.parameters import check_parameters
 from course.sd.configs import Config
-from course.sd.parameters import model_parameters
-from course.sd.pipeline import generate
-from course.sd.samplers import mix_noise, sample
+from course.sd.pipeline import decode_images, denoise, prepare
+from course.sd.samplers import mix_noise
 from course.sd.vae import encode
 
 
@@ -51,7 +49,7 @@ def check_inputs(
 
 
 def first_step(strength: float | jax.Array, steps: int | jax.Array) -> jax.Array:
-    """The step to begin with, of so many: at least the last one is taken."""
+    """Return the step to begin with, of so many: at least the last one is taken."""
     taken = jnp.int32(steps * strength)
     return jnp.clip(steps - taken, 0, steps - 1)
 
@@ -66,24 +64,28 @@ def image_to_image(
     strength: float | jax.Array,
     steps: int | jax.Array = 50,
     guidance: float | jax.Array = 7.5,
+    latents: jax.Array | None = None,
     *,
-    sampler: str | None = None,
+    attention: str | Callable = "plain",
+    guided: bool = True,
+    decode_batch: int | None = None,
     **options: Any,
 ) -> jax.Array:
     """Draw over images, as diffusers' ``StableDiffusionImg2ImgPipeline`` does.
 
     Parameters
     ----------
-    params, config, ids, key, negative_ids, steps, guidance
+    params, config, ids, key, negative_ids, steps, guidance, latents, attention, guided
         As of ``generate``. A different number of steps compiles nothing again.
     images : jax.Array
         From 0 to 1, (batch, height, width, 3), one for each prompt.
     strength : float or jax.Array
         The share of the steps that is taken, from 0 to 1. A different one compiles nothing again.
-    sampler : str, optional
-        "ddim", "euler" or "dpm++"; by default the model's own.
+    decode_batch : int, optional
+        As of ``generate``.
     **options
-        Other arguments of ``generate``.
+        As of ``generate``: ``sampler``, which is "ddim", "euler" or "dpm++", ``guidance_axis`` and
+        ``unguided_below``.
 
     Returns
     -------
@@ -95,16 +97,33 @@ def image_to_image(
     ValueError
         If the sampler is PNDM, which cannot start in the middle, or as of ``generate``.
     """
-    check_parameters(params, model_parameters(config))
-    image, _ = encode(params["vae"], config.vae, images)
-
-    def start_late(model: Callable, schedule: Any, noise: jax.Array, steps: jax.Array) -> jax.Array:
-        first = first_step(strength, steps)
-        return sample(model, schedule, noise, steps, sampler, first, image)
-
     _, height, width, _ = images.shape
-    options |= {"height": height, "width": width, "sampler": start_late}
-    return generate(params, config, ids, key, negative_ids, steps, guidance, **options)
+    condition, noise = prepare(
+        params,
+        config,
+        ids,
+        key,
+        negative_ids,
+        latents,
+        height=height,
+        width=width,
+        guided=guided,
+    )
+    image, _ = encode(params["vae"], config.vae, images)
+    latents = denoise(
+        params,
+        config,
+        condition,
+        noise,
+        steps,
+        guidance,
+        first=first_step(strength, jnp.int32(steps)),
+        image=image,
+        attention=attention,
+        guided=guided,
+        **options,
+    )
+    return decode_images(params, config, latents, attention, decode_batch)
 
 
 def inpaint(
@@ -118,8 +137,11 @@ def inpaint(
     strength: float | jax.Array,
     steps: int | jax.Array = 50,
     guidance: float | jax.Array = 7.5,
+    latents: jax.Array | None = None,
     *,
-    sampler: str | None = None,
+    attention: str | Callable = "plain",
+    guided: bool = True,
+    decode_batch: int | None = None,
     **options: Any,
 ) -> jax.Array:
     """Draw over images where a mask is 1, as diffusers' ``StableDiffusionInpaintPipeline`` does.
@@ -129,8 +151,8 @@ def inpaint(
 
     Parameters
     ----------
-    params, config, ids, key, negative_ids, images, strength, steps, guidance, sampler, **options
-        As of ``image_to_image``.
+    params, config, ids, key, negative_ids, images, strength, steps, guidance, latents, **options
+        As of ``image_to_image``, which has the other arguments, too.
     mask : jax.Array
         1 where to draw and 0 where not, (height, width), for all images.
 
@@ -144,20 +166,39 @@ def inpaint(
     ValueError
         As of ``image_to_image``.
     """
-    check_parameters(params, model_parameters(config))
+    _, height, width, _ = images.shape
+    condition, noise = prepare(
+        params,
+        config,
+        ids,
+        key,
+        negative_ids,
+        latents,
+        height=height,
+        width=width,
+        guided=guided,
+    )
     image, _ = encode(params["vae"], config.vae, images)
     size = config.pixels_per_latent
     draws = mask[::size, ::size, None] > 0.5  # for each latent, (height / 8, width / 8, 1)
 
-    def start_late(model: Callable, schedule: Any, noise: jax.Array, steps: jax.Array) -> jax.Array:
-        def put_back(x: jax.Array, alpha: jax.Array) -> jax.Array:
-            return jnp.where(draws, x, mix_noise(image, noise, alpha))
+    def put_back(x: jax.Array, alpha: jax.Array) -> jax.Array:
+        return jnp.where(draws, x, mix_noise(image, noise, alpha))
 
-        first = first_step(strength, steps)
-        start = jnp.where(first == 0, 0, image)  # with all steps, it starts from noise alone
-        x = sample(model, schedule, noise, steps, sampler, first, start, put_back)
-        return jnp.where(draws, x, image)
-
-    _, height, width, _ = images.shape
-    options |= {"height": height, "width": width, "sampler": start_late}
-    return generate(params, config, ids, key, negative_ids, steps, guidance, **options)
+    first = first_step(strength, jnp.int32(steps))
+    latents = denoise(
+        params,
+        config,
+        condition,
+        noise,
+        steps,
+        guidance,
+        first=first,
+        image=jnp.where(first == 0, 0, image),  # with all steps, it starts from noise alone
+        after=put_back,
+        attention=attention,
+        guided=guided,
+        **options,
+    )
+    latents = jnp.where(draws, latents, image)
+    return decode_images(params, config, latents, attention, decode_batch)

@@ -1,11 +1,11 @@
 """The whole model: from prompts to images."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from course.model.attention import find_attention
 from course.model.parameters import check_parameters
 from course.sd.clip import encode_text
 from course.sd.configs import Config
@@ -38,8 +38,25 @@ def check_ids(config: Config, ids: jax.Array) -> None:
         )
 
 
+def check_negative_ids(
+    config: Config, ids: jax.Array, negative_ids: jax.Array | None, guided: bool
+) -> None:
+    """Raise ``ValueError`` unless guidance has what it needs; arguments as of ``generate``."""
+    if negative_ids is None:
+        if guided and not config.is_xl:
+            raise ValueError(
+                "Guidance needs negative_ids: "
+                "give token ids of what not to draw, or of the empty prompt."
+            )
+    elif negative_ids.shape not in (ids.shape, (1, *ids.shape[1:])):
+        raise ValueError(
+            f"The negative ids have the shape {negative_ids.shape}: "
+            f"give {ids.shape}, or of 1 for all."
+        )
+
+
 def encode_prompts(params: dict, config: Config, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What the UNet reads of prompts.
+    """Return what the UNet reads of prompts.
 
     Parameters
     ----------
@@ -69,7 +86,7 @@ def encode_prompts(params: dict, config: Config, ids: jax.Array) -> tuple[jax.Ar
 
 
 def pair(negative: jax.Array, positive: jax.Array) -> jax.Array:
-    """Two batches in turns, (2 batch, ...).
+    """Return two batches in turns, (2 batch, ...).
 
     So both halves of an image's guidance are on the device that draws the image.
     """
@@ -77,12 +94,12 @@ def pair(negative: jax.Array, positive: jax.Array) -> jax.Array:
 
 
 def unpair(both: jax.Array) -> jax.Array:
-    """The two batches that ``pair`` took: (2, batch, ...)."""
+    """Return the two batches that ``pair`` took: (2, batch, ...)."""
     return jnp.moveaxis(both.reshape(-1, 2, *both.shape[1:]), 1, 0)
 
 
 def half_of_condition(condition: Condition, half: int | jax.Array) -> Condition:
-    """The condition of the negative prompts, 0, or of the prompts, 1, out of that of both."""
+    """Return the condition of the negative prompts, 0, or of the prompts, 1, out of both."""
     words = {}
     for name, (key, value) in condition.words.items():  # the batch is their second axis
         words[name] = jax.vmap(unpair)(key)[:, half], jax.vmap(unpair)(value)[:, half]
@@ -100,11 +117,13 @@ def encode_condition(
     width: int,
     guided: bool = True,
 ) -> Condition:
-    """What every step reads of the prompts, and with guidance of the negative prompts.
+    """Return what every step reads of the prompts, and with guidance of the negative prompts.
 
     The arguments are those of ``generate``. With guidance the batch is twice as large, with the
     negative prompt of each image before its prompt.
     """
+    check_ids(config, ids)
+    check_negative_ids(config, ids, negative_ids, guided)
     if not guided:
         context, pooled = encode_prompts(params, config, ids)
     elif negative_ids is None:  # Stable Diffusion XL has zeros in place of the empty prompt
@@ -132,7 +151,7 @@ def denoise_step(
     guidance_axis: str | None = None,
     remat: bool = False,
 ) -> jax.Array:
-    """What the model predicts in one step of denoising; a sampler takes the step by it.
+    """Return what the model predicts in one step of denoising; a sampler takes the step by it.
 
     With guidance, it predicts for the negative prompt and for the prompt, and goes on in the
     direction from the first to the second (Ho and Salimans, 2022).
@@ -157,7 +176,14 @@ def denoise_step(
     jax.Array
         The noise in the latents, or what else the model was trained to predict, float32, in the
         shape of the latents.
+
+    Raises
+    ------
+    ValueError
+        If ``guidance_axis`` has not two devices, or there is no guidance for them.
     """
+    if guidance_axis is not None:
+        check_guidance_axis(guided, guidance_axis)
 
     def predict(latents: jax.Array, condition: Condition) -> jax.Array:
         output = unet(params["unet"], config.unet, latents, timestep, condition, attention, remat)
@@ -183,6 +209,127 @@ def denoise_step(
     return jax.lax.cond(timestep >= unguided_below, with_guidance, without_guidance)
 
 
+def check_guidance_axis(guided: bool, guidance_axis: str) -> None:
+    """Raise ``ValueError`` unless guidance has two halves and the axis two devices."""
+    if not guided:
+        raise ValueError(
+            f"Without guidance there are no halves of it for the axis {guidance_axis!r}: "
+            "leave out guidance_axis, or guided=False."
+        )
+    devices = jax.lax.axis_size(guidance_axis)
+    if devices != 2:
+        raise ValueError(
+            f"Guidance has two halves, and the axis {guidance_axis!r} has {devices} device(s): "
+            "give it two."
+        )
+
+
+def prepare(
+    params: dict,
+    config: Config,
+    ids: jax.Array,
+    key: jax.Array,
+    negative_ids: jax.Array | None,
+    latents: jax.Array | None,
+    *,
+    height: int,
+    width: int,
+    guided: bool = True,
+) -> tuple[Condition, jax.Array]:
+    """Return what ``denoise`` starts from: the condition, and noise.
+
+    The arguments are those of ``generate``. The noise is float32, (batch, height / 8, width / 8,
+    4).
+
+    Raises
+    ------
+    ValueError
+        If parameters, ids, the size or the noise do not fit.
+    """
+    check_parameters(params, model_parameters(config))
+    check_size(config, height, width)
+    condition = encode_condition(
+        params, config, ids, negative_ids, height=height, width=width, guided=guided
+    )
+    shape = (
+        len(ids),
+        height // config.pixels_per_latent,
+        width // config.pixels_per_latent,
+        config.unet.in_channels,
+    )
+    noise = draw_noise(key, shape) if latents is None else latents
+    if noise.shape != shape:
+        raise ValueError(f"Latents or keys are for {noise.shape}: give them for {shape}.")
+    return condition, noise
+
+
+def denoise(
+    params: dict,
+    config: Config,
+    condition: Condition,
+    noise: jax.Array,
+    steps: int | jax.Array = 50,
+    guidance: float | jax.Array = 7.5,
+    *,
+    sampler: str | None = None,
+    first: int | jax.Array = 0,
+    image: jax.Array | None = None,
+    after: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    **options: Any,
+) -> jax.Array:
+    """Take the steps from noise to the latents of images.
+
+    Parameters
+    ----------
+    params, config, steps, guidance, sampler
+        As of ``generate``. Only the UNet's parameters are read.
+    condition, noise : Condition, jax.Array
+        From ``prepare``.
+    first, image, after
+        As of ``course.sd.samplers.sample``: for drawing over an image, from a later step on.
+    **options
+        As of ``denoise_step``: ``attention``, ``guided``, ``guidance_axis``, ``unguided_below``.
+
+    Returns
+    -------
+    jax.Array
+        Latents, float32, of the noise's shape. They are NaN if a compiled program gets a number of
+        steps that is out of range.
+
+    Raises
+    ------
+    ValueError
+        If the number of steps or a name is not one that can be.
+    """
+    most_steps = config.schedule.num_train_timesteps - config.schedule.steps_offset - 1
+    check_steps(steps, most_steps)
+
+    def model(latents: jax.Array, timestep: jax.Array) -> jax.Array:
+        return denoise_step(params, config, latents, timestep, condition, guidance, **options)
+
+    latents = sample(model, config.schedule, noise, jnp.int32(steps), sampler, first, image, after)
+    return jnp.where((steps >= 1) & (steps <= most_steps), latents, jnp.nan)
+
+
+def decode_images(
+    params: dict,
+    config: Config,
+    latents: jax.Array,
+    attention: str | Callable = "plain",
+    decode_batch: int | None = None,
+) -> jax.Array:
+    """Return the images of latents, ``decode_batch`` at a time; arguments as of ``generate``."""
+    if decode_batch is None:
+        return decode(params["vae"], config.vae, latents, attention)
+    if decode_batch < 1:
+        raise ValueError(f"decode_batch is {decode_batch}: give 1 or more, or None for all images.")
+
+    def decode_one(latents: jax.Array) -> jax.Array:
+        return decode(params["vae"], config.vae, latents[None], attention)[0]
+
+    return jax.lax.map(decode_one, latents, batch_size=decode_batch)
+
+
 def generate(
     params: dict,
     config: Config,
@@ -194,7 +341,7 @@ def generate(
     latents: jax.Array | None = None,
     *,
     unguided_below: float | jax.Array | None = None,
-    sampler: str | Callable | None = None,
+    sampler: str | None = None,
     attention: str | Callable = "plain",
     height: int | None = None,
     width: int | None = None,
@@ -226,8 +373,8 @@ def generate(
         Noise in place of the keys', float32, (batch, height / 8, width / 8, 4).
     unguided_below : float or jax.Array, optional
         The timestep of the training below which guidance is left out.
-    sampler : str or callable, optional
-        See ``course.sd.samplers.sample``; by default the model's own.
+    sampler : str, optional
+        A name in ``course.sd.SAMPLERS``; by default the model's own.
     attention : str or callable
         See ``course.model.attention``.
     height, width : int, optional
@@ -258,53 +405,31 @@ def generate(
     side = config.unet.sample_size * config.pixels_per_latent
     height = side if height is None else height
     width = side if width is None else width
-    most_steps = config.schedule.num_train_timesteps - config.schedule.steps_offset - 1
-    check_parameters(params, model_parameters(config))
-    check_ids(config, ids)
-    check_size(config, height, width)
-    check_steps(steps, most_steps)
-    if decode_batch is not None and decode_batch < 1:
-        raise ValueError(f"decode_batch is {decode_batch}: give 1 or more, or None for all images.")
-    check_guidance(config, ids, negative_ids, guided, guidance_axis)
-    find_attention(attention)
-
-    condition = encode_condition(
-        params, config, ids, negative_ids, height=height, width=width, guided=guided
+    condition, noise = prepare(
+        params,
+        config,
+        ids,
+        key,
+        negative_ids,
+        latents,
+        height=height,
+        width=width,
+        guided=guided,
     )
-
-    def model(latents: jax.Array, timestep: jax.Array) -> jax.Array:
-        return denoise_step(
-            params,
-            config,
-            latents,
-            timestep,
-            condition,
-            guidance,
-            unguided_below=unguided_below,
-            attention=attention,
-            guided=guided,
-            guidance_axis=guidance_axis,
-        )
-
-    shape = (
-        len(ids),
-        height // config.pixels_per_latent,
-        width // config.pixels_per_latent,
-        config.unet.in_channels,
+    latents = denoise(
+        params,
+        config,
+        condition,
+        noise,
+        steps,
+        guidance,
+        sampler=sampler,
+        unguided_below=unguided_below,
+        attention=attention,
+        guided=guided,
+        guidance_axis=guidance_axis,
     )
-    if latents is None:
-        latents = draw_noise(key, shape)
-    if latents.shape != shape:
-        raise ValueError(f"Latents or keys are for {latents.shape}: give them for {shape}.")
-    latents = sample(model, config.schedule, latents, jnp.int32(steps), sampler)
-    latents = jnp.where((steps >= 1) & (steps <= most_steps), latents, jnp.nan)
-    if decode_batch is None:
-        return decode(params["vae"], config.vae, latents, attention)
-
-    def decode_one(latents: jax.Array) -> jax.Array:
-        return decode(params["vae"], config.vae, latents[None], attention)[0]
-
-    return jax.lax.map(decode_one, latents, batch_size=decode_batch)
+    return decode_images(params, config, latents, attention, decode_batch)
 
 
 def check_size(config: Config, height: int, width: int) -> None:
@@ -327,42 +452,8 @@ def check_steps(steps: int | jax.Array, most: int) -> None:
         raise ValueError(f"The number of steps is {steps}: choose a whole number from 1 to {most}.")
 
 
-def check_guidance(
-    config: Config,
-    ids: jax.Array,
-    negative_ids: jax.Array | None,
-    guided: bool,
-    guidance_axis: str | None,
-) -> None:
-    """Raise ``ValueError`` unless what guidance needs is there; arguments as of ``generate``."""
-    if negative_ids is None:
-        if guided and not config.is_xl:
-            raise ValueError(
-                "Guidance needs negative_ids: "
-                "give token ids of what not to draw, or of the empty prompt."
-            )
-    elif negative_ids.shape not in (ids.shape, (1, *ids.shape[1:])):
-        raise ValueError(
-            f"The negative ids have the shape {negative_ids.shape}: "
-            f"give {ids.shape}, or of 1 for all."
-        )
-    if guidance_axis is None:
-        return
-    if not guided:
-        raise ValueError(
-            f"Without guidance there are no halves of it for the axis {guidance_axis!r}: "
-            "leave out guidance_axis, or guided=False."
-        )
-    devices = jax.lax.axis_size(guidance_axis)
-    if devices != 2:
-        raise ValueError(
-            f"Guidance has two halves, and the axis {guidance_axis!r} has {devices} device(s): "
-            "give it two."
-        )
-
-
 def draw_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Noise for images, of variance 1, float32, (batch, height, width, channels).
+    """Draw noise for images, of variance 1, float32, (batch, height, width, channels).
 
     There is a key for each image, (batch,), or one for all, (). The numbers are drawn with channels
     first, as the pipelines draw them.

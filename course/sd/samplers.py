@@ -296,7 +296,7 @@ def sample(
     schedule: ScheduleConfig,
     noise: jax.Array,
     steps: int | jax.Array,
-    sampler: str | Callable | None = None,
+    sampler: str | None = None,
     first: int | jax.Array = 0,
     image: jax.Array | None = None,
     after: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
@@ -316,9 +316,8 @@ def sample(
         Of variance 1, float32, (batch, height, width, channels).
     steps : int or jax.Array
         How many.
-    sampler : str or callable, optional
-        One of ``SAMPLERS``, by default the schedule's own; or a function of the first four
-        arguments that does all of this itself.
+    sampler : str, optional
+        A name in ``SAMPLERS``; by default the schedule's own.
     first : int or jax.Array
         The step to begin with: those before are left out.
     image : jax.Array, optional
@@ -337,8 +336,6 @@ def sample(
     ValueError
         If there is no sampler of this name, or it cannot start from an image.
     """
-    if callable(sampler):
-        return sampler(model, schedule, noise, steps)
     name = sampler or schedule.sampler
     if name not in SAMPLERS:
         raise ValueError(f"There is no sampler {name!r}: choose one of {', '.join(SAMPLERS)}.")
