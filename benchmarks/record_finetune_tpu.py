@@ -18,7 +18,7 @@ from benchmarks.common import FOLDER, make_parser, name_of, read_json, work_thro
 from course.finetune import training
 from course.sd import ATTENTION, parameter_shapes
 from course.tpu import Report, ask_compiler, tpu_devices
-from course.tpu.model import array, load_config
+from course.tpu.pieces import array, load_config
 
 TARGET = FOLDER / "finetune_tpu.json"
 

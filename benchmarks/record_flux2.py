@@ -26,7 +26,8 @@ from benchmarks.common import FOLDER, machine, make_parser, read_json, work_thro
 from benchmarks.record_shardings import add_up, place
 from course import flux2
 from course.flux2 import transformer
-from course.tpu import Piece, ask_compiler, tpu_devices
+from course.tpu import ask_compiler, tpu_devices
+from course.tpu.pieces import Piece
 from course.tpu.products import find_products
 
 TARGET = FOLDER / "flux2.json"

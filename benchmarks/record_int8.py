@@ -36,13 +36,14 @@ from benchmarks.common import (
 from course.model import layers
 from course.model.parameters import declared_shapes
 from course.model.quantize import quantize, quantize_weight
-from course.tpu import Program, tpu_devices
-from course.tpu.equations import equations_of
-from course.tpu.model import array, load_config, take_step, take_transformer, transformer_name
-from course.tpu.products import read_product
-from course.tpu.programs import DECODER, ENCODERS, STEP, Piece, tree_bytes
+from course.sd import ATTENTION
+from course.sd.unet import Block, Condition, transformer, transformer_parameters
+from course.tpu import make_program, tpu_devices
+from course.tpu.hlo import called_by, read_computations, rounds_of
+from course.tpu.pieces import Piece, array, load_config, model_step, tree_bytes
+from course.tpu.products import equations_of, read_product
+from course.tpu.programs import DECODER, ENCODERS, STEP
 from course.tpu.records import recorded_report
-from course.tpu.schedule import called_by, read_computations, rounds_of
 
 TARGET = FOLDER / "int8.json"
 EVERY = "every weight"  # also those that `quantize` leaves wide
@@ -62,7 +63,7 @@ GAINING = "int8 where it gains"
 WEIGHTS = {"bfloat16": None, "int8": "all", GAINING: "gaining"}
 CHANNELS = (320, 640, 1280)  # of XL's three levels; the first has no transformer
 STEPS = 20
-XL = Program("sdxl", steps=STEPS, attention="plain")
+XL = make_program("sdxl", steps=STEPS, attention="plain")
 
 
 def quantize_some(p: dict, which: str) -> dict:
@@ -113,7 +114,7 @@ def count_operations(model: str, weights: str) -> dict:
 
     Attention is counted as ``plain`` computes it; a kernel multiplies the same numbers.
     """
-    piece = with_weights(take_step(Program(model, attention="plain")), weights)
+    piece = with_weights(model_step(make_program(model, attention="plain")), weights)
     counts = Counter()
     for equation, runs in equations_of(piece.function, *piece.arguments):
         product = read_product(equation)
@@ -136,7 +137,7 @@ def find_bound(model: str, weights: str, chip: str) -> dict:
         is_small = row["dtype"] == "int8"
         step += row["operations"] / (figures.int8_ops_per_second if is_small else wide)
     # The other parts have the same operations on every chip.
-    program = Program(model, steps=STEPS, attention="plain")
+    program = make_program(model, steps=STEPS, attention="plain")
     once = 0.0
     for part in (ENCODERS, DECODER):
         once += recorded_report(program, part).work.flops / wide
@@ -154,6 +155,25 @@ def kind_of(equation: JaxprEqn) -> str:
         return "convolutions"
     _, (batch, _) = equation.params["dimension_numbers"]
     return "attention" if batch else "linear layers"
+
+
+def take_transformer(channels: int) -> Piece:
+    """A transformer of XL with one layer, and guidance: pixels look at pixels, then at the text."""
+    config = load_config("sdxl")
+    level = config.unet.block_out_channels.index(channels)
+    heads = config.unet.heads(level)
+    block = Block("transformer", "it", channels, heads, depth=1)
+    side = config.unet.sample_size // 2**level
+    x = array(2, side, side, channels, dtype="bfloat16")
+    # Keys and values of the text, (layers, texts, tokens, heads, channels of a head).
+    tokens = config.text[0].max_position_embeddings
+    word = array(1, 2, tokens, heads, channels // heads, dtype="bfloat16")
+
+    def run(p, x, words):
+        return transformer(p, config.unet, block, x, Condition(words), ATTENTION["plain"])
+
+    declared = layers.within("it", transformer_parameters(config.unet, block))
+    return Piece(run, (declared_shapes(declared, "bfloat16"), x, {"it": (word, word)}))
 
 
 def take_residual(channels: int) -> Piece:
@@ -175,11 +195,11 @@ def take_residual(channels: int) -> Piece:
 def take_pieces() -> dict[str, Callable[[], Piece]]:
     found = {}
     for channels in CHANNELS[1:]:
-        take = functools.partial(take_transformer, XL, channels)
-        found[transformer_name(channels)] = take
+        name = f"transformer of {channels} channels"
+        found[name] = functools.partial(take_transformer, channels)
     for channels in CHANNELS:
         found[f"residual block of {channels} channels"] = functools.partial(take_residual, channels)
-    found[STEP] = functools.partial(take_step, XL)
+    found[STEP] = functools.partial(model_step, XL)
     return found
 
 

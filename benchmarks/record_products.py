@@ -11,24 +11,18 @@ import sys
 import jax
 
 from benchmarks.common import FOLDER, origin, write_json
+from course.tpu.pieces import take_piece
 from course.tpu.products import find_products
-from course.tpu.programs import DECODER, ENCODERS, STEP, Program
+from course.tpu.programs import PARTS, Program, make_program
 from course.tpu.records import table_of_published
 from helpers import quiet_warnings
 
 
 def find_rows(program: Program) -> dict[str, list[dict]]:
-    """The products of each part of a pipeline, as they stand in the record."""
-    from course.tpu import pipelines  # it imports diffusers
-
-    takes = {
-        ENCODERS: pipelines.take_encoders,
-        STEP: pipelines.take_step,
-        DECODER: pipelines.take_decoder,
-    }
+    """Return the products of each part of a pipeline, as they stand in the record."""
     found = {}
-    for part, take in takes.items():
-        piece = take(program)
+    for part in PARTS:
+        piece = take_piece(program, part)
         rows = []
         for product, count in find_products(piece.function, *piece.arguments).items():
             rows.append(dataclasses.asdict(product) | {"count": count})
@@ -39,7 +33,7 @@ def find_rows(program: Program) -> dict[str, list[dict]]:
 def main() -> int:
     quiet_warnings()
     jax.config.update("jax_platforms", "cpu")
-    models = {model: find_rows(Program(model)) for model in ("sd", "sdxl")}
+    models = {model: find_rows(make_program(model)) for model in ("sd", "sdxl")}
     content = origin("jax", "flax", "diffusers", "transformers") | {"models": models}
     write_json(FOLDER / "products.json", content)
     print(table_of_published())

@@ -30,10 +30,10 @@ from course.sd import (
     shardings,
 )
 from course.sd.unet import Condition
-from course.shardings import Exchange
 from course.tpu import ask_compiler, tpu_devices
-from course.tpu.collectives import Collective
-from course.tpu.model import load_config
+from course.tpu.hlo import Collective
+from course.tpu.pieces import load_config
+from course.tpu.records import Exchange
 from helpers import quiet_warnings
 
 TARGET = FOLDER / "shardings.json"

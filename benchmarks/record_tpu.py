@@ -16,21 +16,10 @@ from pathlib import Path
 import jax
 
 from benchmarks.common import FOLDER, make_parser, work_through, write_json
-from course.tpu import model
+from course.tpu.answers import Answer, Report
 from course.tpu.chips import tpu_devices
-from course.tpu.compiler import Report
-from course.tpu.programs import (
-    DECODER,
-    ENCODERS,
-    PARTS,
-    SHARED_STEP,
-    STEP,
-    WHOLE,
-    Answer,
-    Piece,
-    Program,
-    parameter_bytes,
-)
+from course.tpu.pieces import parameter_bytes, take_piece
+from course.tpu.programs import DECODER, ENCODERS, PARTS, STEP, WHOLE, Program, make_program
 from course.tpu.records import largest_batch, read_answers
 from helpers import quiet_warnings
 
@@ -42,7 +31,6 @@ STACKS = (
     "--default_thread_stack_size=16777216 "
     "--fibers_default_thread_stack_size=16777216"
 )
-SIZES = ((1024, 1024), (1280, 960), (1152, 896), (1216, 832), (1344, 768), (768, 768))
 
 
 def pipeline_programs() -> dict[str, Program]:
@@ -50,7 +38,7 @@ def pipeline_programs() -> dict[str, Program]:
     found = {}
     # The bundled checkpoint compiles in seconds: it shows what chips and steps change (nothing),
     # and what heads do.
-    small = Program("shapes-sd", "v5e", chips=8, steps=20)
+    small = make_program("shapes-sd", "v5e", chips=8, steps=20)
     found["shapes-sd-bfloat16-v5e-8-chips"] = small
     found["shapes-sd-bfloat16-v5e-1-chip"] = dataclasses.replace(small, chips=1)
     found["shapes-sd-bfloat16-v5e-50-steps"] = dataclasses.replace(small, steps=50)
@@ -61,7 +49,7 @@ def pipeline_programs() -> dict[str, Program]:
         # Published are times of SDXL on v5e and v4, so these come first.
         for name in ("sd-v5e", "sdxl-v5e", "sdxl-v4", "sd-v6e", "sdxl-v6e", "sd-v4"):
             model_name, chip = name.split("-")
-            program = Program(model_name, chip, steps=steps[model_name], dtype=dtype)
+            program = make_program(model_name, chip, steps=steps[model_name], dtype=dtype)
             found[f"{model_name}-{dtype}-{chip}"] = program
     for name in ("sd", "sdxl"):  # attention laid out the other way than usual
         usual = found[f"{name}-bfloat16-v5e"]
@@ -78,43 +66,15 @@ def is_searched(name: str) -> bool:
 def model_pieces() -> list[tuple[Program, str]]:
     """What to ask about the model of ``course.sd``, the most useful first."""
 
-    def xl(attention: str, size: tuple[int, int] = (1024, 1024), chip: str = "v5e") -> Program:
-        height, width = size
-        return Program("sdxl", chip, height=height, width=width, steps=20, attention=attention)
-
-    def sd(attention: str, steps: int = 20) -> Program:
-        return Program("sd", steps=steps, attention=attention)
-
-    found = [(xl("plain"), piece) for piece in (STEP, DECODER, ENCODERS)]
+    xl = make_program("sdxl", steps=20, attention="plain")
+    sd = make_program("sd", steps=50, attention="plain")
+    asked = [(xl, piece) for piece in (STEP, DECODER, ENCODERS)]
     for chip, batch in (("v5e", 12), ("v5e", 16), ("v6e", 36)):
-        many = dataclasses.replace(xl("plain", chip=chip), batch=batch, decode_batch=1)
-        found.append((many, WHOLE))
-    for attention in ("plain", "dot_product", "flash"):
-        for channels in (640, 1280):
-            found.append((xl(attention), model.transformer_name(channels)))
-    for attention in ("plain", "dot_product"):
-        for channels in (320, 640, 1280):
-            found.append((sd(attention), model.transformer_name(channels)))
-    for size in SIZES[1:]:
-        found.append((xl("dot_product", size), model.transformer_name(640)))
+        many = dataclasses.replace(xl, chip=chip, batch=batch, decode_batch=1)
+        asked.append((many, WHOLE))
     for piece in (STEP, DECODER, ENCODERS):
-        found.append((sd("plain", steps=50), piece))
-    return found
-
-
-def take(program: Program, name: str) -> Piece:
-    """The piece of a program with that name."""
-    if program.attention is None:
-        quiet_warnings()
-        from course.tpu import pipelines  # it imports diffusers, which the model does without
-
-        return pipelines.take_apart(program)[name]
-    if name == SHARED_STEP:
-        return model.take_shared_step(program)
-    for channels in (320, 640, 1280):
-        if name == model.transformer_name(channels):
-            return model.take_transformer(program, channels)
-    return model.take_apart(program)[name]
+        asked.append((sd, piece))
+    return asked
 
 
 def read(file: Path) -> list[Answer]:
@@ -131,25 +91,15 @@ def find_report(answers: Sequence[Answer], program: Program, name: str) -> Repor
 
 def ask(file: Path, program: Program, name: str) -> None:
     """Ask about a piece, and add the answer to a file."""
-    report = take(program, name).ask(program.chip)
+    report = take_piece(program, name).ask(program.chip)
     print(report.verdict, flush=True)
     answers = read(file)
     programs = [answer.program for answer in answers]
     if program not in programs:
         programs.append(program)
-        answers.append(Answer(program, {}, count_parameters(program)))
+        answers.append(Answer(program, {}, parameter_bytes(program)))
     answers[programs.index(program)].pieces[name] = report
     write_json(file, [dataclasses.asdict(answer) for answer in answers])
-
-
-def count_parameters(program: Program) -> dict[str, int]:
-    """Bytes of the parameters of each of a pipeline's models."""
-    if program.attention:
-        return {}
-    from course.tpu.pipelines import shapes_of
-
-    _, params = shapes_of(program)
-    return parameter_bytes(params)
 
 
 def next_batch(program: Program, answers: Sequence[Answer], start: int) -> int | None:
@@ -213,6 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--to", type=Path, default=FOLDER, help="the folder of the records (%(default)s)"
     )
     options = parser.parse_args(arguments)
+    quiet_warnings()
     if options.start is not None and options.start < 1:
         parser.error(f"--start is {options.start}, and has to be 1 or more")
     if not options.list:

@@ -21,8 +21,8 @@ import numpy as np
 from course import sd
 from course.tpu.chips import CHIPS
 from course.tpu.compiler import versions
-from course.tpu.model import load_config
-from course.tpu.programs import Program
+from course.tpu.pieces import load_config
+from course.tpu.programs import make_program
 from course.tpu.records import recorded_times
 from helpers.places import find_data
 
@@ -94,7 +94,7 @@ def measure(
         raise ValueError(f"calls is {calls}: give at least 1.")
     device = jax.devices()[0]
     dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    program = Program(
+    program = make_program(
         model,
         find_chip_name(device),
         batch=batch,

@@ -16,7 +16,7 @@ from course import measure, sd
 from course.sd import pipeline
 from course.sd.samplers import SAMPLERS
 from course.tpu import Times
-from course.tpu.model import load_config
+from course.tpu.pieces import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = sd.Config(

@@ -20,7 +20,7 @@ from course import flux2
 from course.flux2 import vae
 from course.flux2.tokenizer import read_tokenizer
 from course.model.files import to_channels_last, to_files
-from course.tpu.collectives import count_collectives
+from course.tpu.hlo import count_collectives
 from tests.makers.common import FIXTURES, made_up, made_up_input
 from tests.makers.files import edit_json, is_same
 

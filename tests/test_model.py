@@ -28,7 +28,7 @@ from course.sd import (
 )
 from course.sd.configs import read_class
 from course.sd.samplers import SAMPLERS
-from course.tpu.collectives import count_collectives
+from course.tpu.hlo import count_collectives
 from helpers import bundled_checkpoint, count_compilations
 from tests.makers import common
 

@@ -15,7 +15,7 @@ from course.model import layers
 from course.model.lora import Pair, attach, merge
 from course.model.parameters import check_parameters
 from course.model.quantize import Quantized, quantize, quantize_weight, round_to_int8
-from course.tpu.equations import equations_of
+from course.tpu.products import equations_of
 from helpers import bundled_checkpoint
 
 

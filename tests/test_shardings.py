@@ -16,14 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from course import sd
 from course.sd.pipeline import draw_noise
-from course.shardings import recorded_splits
-from course.tpu.collectives import (
-    Collective,
-    count_collectives,
-    find_collectives,
-    read_collectives,
-)
-from course.tpu.schedule import read_schedule
+from course.tpu.hlo import count_collectives
+from course.tpu.records import recorded_splits
 from helpers import create_key, prepare_prompts, split_keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,122 +239,6 @@ def test_shard_map_knows_what_varies_with_every_sampler(model, inputs, sampler):
     specs = (P(), P("data"), P("data"))
     mapped = jax.shard_map(draw, mesh=mesh, in_specs=specs, out_specs=P("data"))
     assert jax.eval_shape(mapped, params, ids, noise).shape == (8, 64, 64, 3)
-
-
-def test_collectives_are_counted(mesh):
-    x = jax.device_put(np.ones((8, 3), np.float32), NamedSharding(mesh, P("data")))
-    assert count_collectives(jax.jit(lambda x: 2 * x).lower(x).compile()) == {}
-    assert count_collectives(jax.jit(lambda x: x.sum()).lower(x).compile()) == {"all-reduce": 1}
-
-
-def test_a_collective_tells_its_bytes_and_where_it_comes_from(mesh):
-    x = jax.device_put(np.ones((8, 3), np.float32), NamedSharding(mesh, P("data")))
-    (found,) = find_collectives(jax.jit(lambda x: x.sum(axis=0)).lower(x).compile())
-    assert (found.kind, found.bytes) == ("all-reduce", 3 * 4)
-    assert "reduce_sum" in found.origin
-
-
-def test_what_an_accelerator_starts_and_goes_on_from_is_counted_once():
-    """These are lines of a program for a TPU.
-
-    The start has other arrays in its result, too, and layouts have brackets.
-    """
-    lines = [
-        "%all-reduce = bf16[2,1024]{1,0:T(8,128)(2,1)S(1)} all-reduce(%fusion.64), to_apply=%add, "
-        'metadata={op_name="sum"}',
-        "%start = (bf16[2,8]{1,0:T(8,128)}, bf16[2,8]{1,0}, u32[]{:S(2)}) "
-        "collective-permute-start(%x), channel_id=4",
-        "%done = bf16[2,8]{1,0:T(8,128)(2,1)} collective-permute-done(%start), "
-        'metadata={op_name="jit(apply)/split"}',
-        "%pieces = (pred[4]{0}, f32[]) all-to-all(%a, %b), channel_id=1",
-    ]
-    assert read_collectives("\n".join(lines)) == [
-        Collective("all-reduce", 4096, "sum"),
-        Collective("collective-permute", 32, "jit(apply)/split", is_async=True),
-        Collective("all-to-all", 8, ""),
-    ]
-
-
-# A loop of ten rounds, counted up by two, in which a product stands beside an exchange.
-TPU_PROGRAM = """
-HloModule jit_step, is_scheduled=true
-
-%start_it (p: bf16[8,4]) -> (bf16[8,4], bf16[32,4]) {
-  %p = bf16[8,4]{1,0} parameter(0)
-  %gather.1 = bf16[32,4]{1,0} all-gather(%p), channel_id=7, metadata={op_name="jit(step)/dot"}
-  ROOT %c = (bf16[8,4]) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
-}
-
-%end_it (p: bf16[8,4]) -> bf16[32,4] {
-  %p = bf16[8,4]{1,0} parameter(0)
-  %gather.2 = bf16[32,4]{1,0} all-gather(%p), channel_id=7
-  ROOT %d = bf16[32,4]{1,0} custom-call(%gather.2), custom_call_target="AsyncCollectiveDone"
-}
-
-%product (x: bf16[16,32], w: bf16[32,4]) -> bf16[16,4] {
-  %x = bf16[16,32]{1,0} parameter(0)
-  %w = bf16[32,4]{1,0} parameter(1)
-  ROOT %y = bf16[16,4]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
-}
-
-%body (state: (s32[], bf16[16,32])) -> (s32[], bf16[16,32]) {
-  %state = (s32[], bf16[16,32]) parameter(0)
-  %two = s32[] constant(2)
-  %i = s32[] get-tuple-element(%state), index=0
-  %x = bf16[16,32]{1,0} get-tuple-element(%state), index=1
-  %next = s32[] add(%i, %two)
-  %s = (bf16[8,4], bf16[32,4]) fusion(%x), kind=kCustom, calls=%start_it
-  %beside = bf16[16,4]{1,0} fusion(%x, %x), kind=kOutput, calls=%product
-  %e = bf16[32,4]{1,0} fusion(%s), kind=kCustom, calls=%end_it
-  %after = bf16[16,4]{1,0} fusion(%x, %e), kind=kOutput, calls=%product
-  %sum = bf16[16,4]{1,0} all-reduce(%after), channel_id=8, to_apply=%add
-  ROOT %t = (s32[], bf16[16,32]) tuple(%next, %x)
-}
-
-%condition (state: (s32[], bf16[16,32])) -> pred[] {
-  %state = (s32[], bf16[16,32]) parameter(0)
-  %ten = s32[] constant(10)
-  %i = s32[] get-tuple-element(%state), index=0
-  ROOT %less = pred[] compare(%i, %ten), direction=LT
-}
-
-ENTRY %main (x: bf16[16,32]) -> (s32[], bf16[16,32]) {
-  %x = bf16[16,32]{1,0} parameter(0)
-  ROOT %loop = (s32[], bf16[16,32]) while(%x), condition=%condition, body=%body
-}
-"""
-
-
-def test_a_loop_counts_as_often_as_it_goes_round():
-    schedule = read_schedule(TPU_PROGRAM)
-    product = 2 * 16 * 32 * 4
-    assert schedule.flops == 5 * 2 * product
-    assert schedule.beside_exchange == 5 * product
-
-
-def test_what_is_fused_with_other_work_is_one_collective():
-    assert read_collectives(TPU_PROGRAM) == [
-        Collective("all-gather", 32 * 4 * 2, "jit(step)/dot", runs=5, is_async=True),
-        Collective("all-reduce", 16 * 4 * 2, "", runs=5, is_async=False),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("window", "flops"),
-    [
-        ("window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f", 2 * 10 * 10 * 6 * 5),
-        ("window={size=3x3 stride=2x2 pad=1_1x1_1}, dim_labels=b01f_01io->b01f", 2 * 25 * 6 * 5),
-    ],
-)
-def test_what_a_convolution_multiplies_with_its_padding_is_not_counted(window, flops):
-    size = 2 if "stride" in window else 4
-    text = f"""
-ENTRY %main (x: bf16[1,4,4,6], w: bf16[3,3,6,5]) -> bf16[1,{size},{size},5] {{
-  %x = bf16[1,4,4,6] parameter(0)
-  %w = bf16[3,3,6,5] parameter(1)
-  ROOT %y = bf16[1,{size},{size},5] convolution(%x, %w), {window}
-}}"""
-    assert read_schedule(text).flops == flops
 
 
 @pytest.fixture(scope="module")

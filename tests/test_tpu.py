@@ -24,23 +24,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from course import sd, tpu
 from course.model import attention
-from course.tpu import apart, chips, compiler, model, pipelines, worker
+from course.tpu import chips, compiler, make_program
 from course.tpu.__main__ import main, parse_shape
-from course.tpu.copies import read_copies
-from course.tpu.pallas import kernel_bytes
-from course.tpu.pipelines import load_shapes
-from course.tpu.products import Product, find_products
-from course.tpu.programs import (
-    CONFIGURATIONS,
-    DECODER,
-    ENCODERS,
-    PARTS,
-    STEP,
-    WHOLE,
-    Answer,
-    Program,
-    tree_bytes,
-)
+from course.tpu.answers import Answer
+from course.tpu.hlo import find_collectives
+from course.tpu.pieces import answer_or_recall, ask_about, build_pipeline, take_piece, tree_bytes
+from course.tpu.products import Product, find_products, kernel_bytes
+from course.tpu.programs import CONFIGURATIONS, DECODER, ENCODERS, PARTS, STEP, WHOLE
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -84,43 +74,72 @@ def test_the_page_about_functions_of_ones_own_is_true():
 
 
 @needs_compiler
-def test_plain_jitted_and_pmapped_functions_give_the_same_answer():
-    def double(x, y):
+def test_plain_and_pmapped_functions_give_the_same_answer_and_what_is_unread_needs_room():
+    def double(x, y, *unread):
         return x @ y
 
+    x = shape(256, 256)
+    quarter = shape(4 * 2048, 1024, sharding=split_over(4))
     # Of arrays only the shape counts, wherever they lie.
-    plain = tpu.ask_compiler(double, jnp.ones((256, 256)), shape(256, 256))
-    jitted = tpu.ask_compiler(jax.jit(double), shape(256, 256), shape(256, 256))
+    ones = jnp.ones((256, 256))
+    plain = tpu.ask_compiler(double, ones, x, {"a": shape(2048, 1024), "b": None}, quarter)
     on_eight = jax.pmap(double, devices=tpu.tpu_devices("v5e", 8))
-    pmapped = tpu.ask_compiler(on_eight, shape(8, 256, 256), shape(8, 256, 256))
-    assert plain.work == jitted.work
-    assert plain.memory == jitted.memory
-    for answer in (plain, pmapped):
+    pmapped = tpu.ask_compiler(on_eight, *[shape(8, 256, 256)] * 2, shape(8, 2048, 1024))
+    read = 2 * 256**2 * 4
+    for answer, unread in ((plain, 16 * MIB), (pmapped, 8 * MIB)):
         assert answer.work.flops == pytest.approx(2 * 256**3, rel=0.01)
         assert answer.work.least_bytes == 3 * 256**2 * 4
-        assert (answer.memory.arguments, answer.memory.output) == (2 * 256**2 * 4, 256**2 * 4)
+        assert (answer.memory.arguments, answer.memory.output) == (read + unread, 256**2 * 4)
 
 
 @needs_compiler
-def test_the_answer_is_what_compiling_in_this_process_says():
-    """Two chips in an order of their own exchange data, and an argument is not read."""
+def test_the_answer_is_what_compiling_in_this_process_says(monkeypatch):
+    """Two chips in an order of their own exchange data, and an argument is not read.
+
+    Without a buffer assignment the temporaries are those of ``memory_analysis``, with a note.
+    """
     mesh = Mesh(np.array(tpu.tpu_devices("v5e", 4)[2:0:-1]), ("chips",))
     split = NamedSharding(mesh, PartitionSpec("chips"))
     inputs = (shape(1024, 256, sharding=split), shape(8, 8))
+    monkeypatch.setattr(compiler, "read_temporaries", lambda dump: None)
     report = tpu.ask_compiler(lambda x, unread: (x @ x.T).sum(axis=0), *inputs)
     compiled = jax.jit(lambda x, unread: (x @ x.T).sum(axis=0)).lower(*inputs).compile()
     memory = compiled.memory_analysis()
     cost = compiled.cost_analysis()
     unread = 8 * 8 * 4
-    assert report.memory.arguments == memory.argument_size_in_bytes + unread
-    assert report.memory.program == memory.generated_code_size_in_bytes
-    assert report.memory.output == memory.output_size_in_bytes
+    assert vars(report.memory) == {
+        "arguments": memory.argument_size_in_bytes + unread,
+        "temporaries": memory.temp_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
+        "output": memory.output_size_in_bytes,
+    }
     assert (report.work.flops, report.work.bytes_accessed) == (
         cost["flops"],
         cost["bytes accessed"],
     )
-    assert report.collectives == tuple(tpu.collectives.find_collectives(compiled))
+    assert report.collectives == tuple(find_collectives(compiled))
     assert len(report.collectives) >= 1
+    assert "the temporaries are by memory_analysis" in report.note
+    assert report.note in str(report)
+
+
+@needs_compiler
+def test_what_jax_hands_to_the_compiler_is_what_is_asked(monkeypatch, tmp_path):
+    """The options of ``jax.jit``, who chooses each sharding, and the devices in their order."""
+    mesh = Mesh(np.array(tpu.tpu_devices("v5e", 4)[::-1]), ("chips",))
+    split = NamedSharding(mesh, PartitionSpec("chips"))
+    flags = {"xla_tpu_scoped_vmem_limit_kib": "65536"}
+    function = jax.jit(
+        lambda x, y, unread: (x + y, y),
+        in_shardings=(split, None, None),
+        out_shardings=(None, split),
+        compiler_options=flags,
+    )
+    lowering = compiler.read_lowering(function.lower(*[shape(8, 8)] * 3))
+    assert lowering.devices == list(mesh.devices)
+    assert lowering.arguments == {0, 1}
+    assert (lowering.open_inputs, lowering.open_outputs) == ([False, True], [True, False])
+    assert lowering.options == flags
 
 
 @needs_compiler
@@ -148,48 +167,6 @@ def test_copies_between_memories_count_several_times_in_the_bytes_accessed():
     assert "The compiler counts 157.3 MB accessed.\nIn that are, several times, 2 copies" in page
 
 
-def test_copies_are_read_from_the_text_of_a_program():
-    tiles = "T(8,128)(2,1)"
-    sync = "u32[]{:S(2)}) copy-start(%p)"
-    weights = f"bf16[640,640]{{1,0:{tiles}"
-    lines = [
-        f"  %a = ({weights}S(1)}}, {weights}}}, {sync}, cross_program_prefetch_index=0",
-        f"  %b = ({weights}S(1)}}, {weights}}}, {sync}",
-        f"  %c = ({weights}}}, {weights}S(1)}}, {sync}",
-        f"  %d = ({weights}}}, {weights}}}, {sync}",  # it stays in HBM
-        f"  %e = ((bf16[2560,640]{{1,0:{tiles}}}), bf16[640,640]{{1,0:{tiles}S(3)}}, "
-        "s32[]{:S(2)}) slice-start(%p), slice={[0:640], [0:640]}",
-        "  %f = (f32[8]{0:T(128)S(1)}, f32[8]{0:T(128)}, " + sync,
-        f"  %g = {weights}S(1)}} copy-done(%a)",
-    ]
-    found = read_copies("\n".join(lines))
-    assert [str(copy) for copy in found] == [
-        "2 × bf16[640,640], from HBM to S(1)",
-        "1 × bf16[640,640], from S(1) to HBM",
-        "1 × bf16[640,640], from HBM to S(3)",
-        "1 × f32[8], from HBM to S(1)",
-    ]
-    assert [copy.bytes for copy in found] == [2 * 640 * 640] * 3 + [32]
-
-
-@needs_compiler
-def test_arguments_that_are_not_read_need_room_too():
-    def ignore(x, *unread):
-        return x + 1
-
-    x = shape(1024, 1024)
-    quarter = shape(4 * 2048, 1024, sharding=split_over(4))
-    whole = tpu.ask_compiler(ignore, x, {"a": shape(2048, 1024), "b": None}, quarter)
-    assert whole.memory.arguments == (4 + 8 + 8) * MIB
-    pmapped = tpu.ask_compiler(
-        jax.pmap(ignore, devices=tpu.tpu_devices("tpu7x", 1)),
-        shape(2, 1024, 1024),
-        shape(2, 2048, 1024),
-        chip="tpu7x",
-    )
-    assert pmapped.memory.arguments == (4 + 8) * MIB
-
-
 def test_a_program_that_takes_more_than_there_is_does_not_fit():
     report = report_of(tpu.Memory(15 * GIB, GIB, 0, GIB // 100))
     assert not report.fits
@@ -197,16 +174,16 @@ def test_a_program_that_takes_more_than_there_is_does_not_fit():
 
 
 @needs_compiler
-def test_a_donated_argument_and_its_output_count_once():
-    report = tpu.ask_compiler(jax.jit(lambda x: x + 1, donate_argnums=0), shape(1024, 1024))
-    assert (report.memory.arguments, report.memory.output) == (4 * MIB, 0)
+def test_a_donated_argument_counts_once_and_temporaries_lie_in_hbm_between_two_operations():
+    def use(donated, x):
+        kept = jax.lax.optimization_barrier  # without it, no array would lie between the two
+        return donated + 1, kept(x + 1).sum()
 
-
-@needs_compiler
-def test_temporaries_are_what_lies_in_hbm_between_two_operations():
-    kept = jax.lax.optimization_barrier  # without it, no array would lie between the two
-    report = tpu.ask_compiler(lambda x: kept(x + 1).sum(), shape(2**13, 2**14))
-    # They are too large for any memory on the chip.
+    # The second is too large for any memory on the chip.
+    inputs = shape(1024, 1024), shape(2**13, 2**14)
+    report = tpu.ask_compiler(jax.jit(use, donate_argnums=0), *inputs)
+    assert report.memory.arguments == (4 + 512) * MIB
+    assert report.memory.output < MIB
     assert report.memory.temporaries == pytest.approx(512 * MIB, rel=0.01)
     assert report.note == ""
 
@@ -224,24 +201,9 @@ def test_of_a_buffer_assignment_only_the_temporaries_in_hbm_count(tmp_path, page
     ]
     file = tmp_path / "module_0003.jit_f.after_optimizations-buffer-assignment.txt"
     file.write_text("\n".join(lines))
-    assert worker.read_temporaries(tmp_path) == 9733632
+    assert compiler.read_temporaries(tmp_path) == 9733632
     file.write_text("in another form")
-    assert worker.read_temporaries(tmp_path) is None
-
-
-@needs_compiler
-def test_without_a_buffer_assignment_the_temporaries_are_another_figure_with_a_note(
-    monkeypatch, tmp_path
-):
-    lowered = jax.jit(lambda x: x + 1).lower(shape(1024, 1024, sharding=split_over(4)))
-    apart.write_question(lowered, "v5e", tmp_path)
-    monkeypatch.setattr(worker, "read_temporaries", lambda dump: None)
-    said = worker.compile_question(tmp_path)
-    assert said["temporaries"] >= 0
-    assert "the temporaries are by memory_analysis" in said["note"]
-    monkeypatch.setattr(compiler, "compile_apart", lambda *_: said)
-    report = tpu.ask_compiler(lambda x: x + 1, shape(1024, 1024))
-    assert said["note"] in str(report)
+    assert compiler.read_temporaries(tmp_path) is None
 
 
 @needs_compiler
@@ -310,7 +272,7 @@ LOCK = (
     ids=["crash", "memory", "lock", "flag", "time"],
 )
 def test_a_compiler_that_gives_no_answer_ends_in_a_sentence(monkeypatch, capsys, code, sentence):
-    monkeypatch.setattr(apart, "WORKER", (sys.executable, "-c", code))
+    monkeypatch.setattr(compiler, "WORKER", (sys.executable, "-c", code))
     timeout = ["--timeout", "0.5"] if "sleep" in code else []
     assert main(["jax.numpy:sin", "--shapes", "f32[8]", *timeout]) == 1
     said = capsys.readouterr().err
@@ -376,7 +338,7 @@ def test_chapter_8_runs_where_the_compiler_is_missing(monkeypatch, capsys):
     with pytest.raises(RuntimeError, match=r"None is recorded on add_one\(float32\[3,5\]\) on v5e"):
         tpu.ask_or_recall(names["add_one"], unknown)
     with pytest.raises(RuntimeError, match=r"None is recorded on shapes-sd, .* batch 7"):
-        pipelines.ask_or_recall(Program("shapes-sd", batch=7))
+        answer_or_recall(make_program("shapes-sd", batch=7))
 
 
 def test_a_programs_text_names_no_file_of_the_machine_that_compiled_it():
@@ -384,7 +346,7 @@ def test_a_programs_text_names_no_file_of_the_machine_that_compiled_it():
     tables = 'FileNames\n1 "/made/up/chapter.py"\n\nStackFrames\n1 {parent_frame_id=1}\n\n\n'
     text = f'HloModule it\n\n{tables}ENTRY %main {{\n{instruction}, backend_config={{"a":1}}\n}}\n'
     expected = f"HloModule it\n\nENTRY %main {{\n{instruction}\n}}\n"
-    assert worker.without_notes(text) == expected
+    assert compiler.without_notes(text) == expected
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -618,11 +580,11 @@ def test_a_block_that_stays_is_fetched_once():
 
 
 def test_a_program_leaves_nothing_to_a_default():
-    xl = Program("sdxl")
+    xl = make_program("sdxl")
     assert (xl.height, xl.width, xl.split_head_dim) == (1024, 1024, True)
     # Chapter 7 loads XL with split heads, although the checkpoint's configuration says otherwise.
-    assert Program("sd").split_head_dim is False
-    plain = Program("sd", attention="plain", height=768)
+    assert make_program("sd").split_head_dim is False
+    plain = make_program("sd", attention="plain", height=768)
     assert (plain.height, plain.width, plain.split_head_dim) == (768, 512, None)
 
 
@@ -635,25 +597,24 @@ def test_a_program_leaves_nothing_to_a_default():
         ({"height": 72}, r"shapes-sd cannot draw 72 × 64 pixels: give multiples of \d+\."),
         ({"width": 0}, "cannot draw 64 × 0 pixels"),
         ({"attention": "plain", "chips": 4}, "chips and split_head_dim are for pipelines"),
+        ({"decode_batch": 1}, "decode_batch is for course.sd: give an attention, too"),
     ],
 )
 def test_impossible_programs_are_refused(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Program("shapes-sd", **settings)
+        make_program("shapes-sd", **settings)
 
 
-def test_an_unknown_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="There is no model 'nothing': give sd, sdxl, shapes-sd"):
-        Program("nothing")
+def test_another_pipeline_is_refused(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FlaxFluxPipeline"}))
     with pytest.raises(ValueError, match=r"is a FlaxFluxPipeline: only Stable Diffusion 1.x"):
-        Program(str(tmp_path))
+        make_program(str(tmp_path))
 
 
 def test_a_step_runs_as_often_as_there_are_steps():
     small = tpu.Work(flops=197e9, bytes_accessed=82e6, least_bytes=41e6)
     part = dataclasses.replace(ACCEPTED, work=small)
-    answer = Answer(Program("shapes-sd", steps=20), dict.fromkeys((WHOLE, *PARTS), part))
+    answer = Answer(make_program("shapes-sd", steps=20), dict.fromkeys((WHOLE, *PARTS), part))
     assert answer.flops == 22 * small.flops
     assert answer.times.operations == pytest.approx(22e-3)
     # What fits into the memory on the chip is read once for all steps.
@@ -709,7 +670,7 @@ def tiny(request, tmp_path_factory):
 @needs_compiler
 @pytest.mark.parametrize("tiny", ["sdxl"], indirect=True)
 def test_the_parts_of_a_pipeline_on_eight_chips_add_up_to_the_whole(tiny):
-    answer = pipelines.ask_about(Program(tiny, chips=8, steps=3))
+    answer = ask_about(make_program(tiny, chips=8, steps=3))
     assert answer.whole.fits
     assert list(answer.parts) == [ENCODERS, STEP, DECODER]
     # The loop's body counts once, so the parts add up once each.
@@ -721,9 +682,9 @@ def test_the_parts_of_a_pipeline_on_eight_chips_add_up_to_the_whole(tiny):
 
 @needs_compiler
 def test_weights_are_those_that_a_run_reads_whole(tiny):
-    pieces = pipelines.take_apart(Program(tiny, steps=3))
+    program = make_program(tiny, steps=3)
     for name in PARTS:
-        piece = pieces[name]
+        piece = take_piece(program, name)
         jaxpr = jax.make_jaxpr(piece.function)(*piece.arguments).jaxpr
         _, is_read = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         weights = jax.tree.leaves_with_path(piece.arguments[0])
@@ -743,17 +704,18 @@ def test_weights_are_those_that_a_run_reads_whole(tiny):
     ],
 )
 def test_the_parameters_are_as_many_as_published(name, millions):
-    _, params = load_shapes(name)
+    _, params = build_pipeline(make_program(name))
     numbers = {part: tree_bytes(params[part]) / 2 / 1e6 for part in millions}  # bfloat16
     assert numbers == pytest.approx(millions, abs=0.06)
 
 
 def test_shapes_are_those_of_the_weights(params, checkpoint):
-    _, shapes = load_shapes("shapes-sd", "float32")
+    _, shapes = build_pipeline(make_program("shapes-sd", dtype="float32"))
     for part in ("unet", "vae", "text_encoder"):
         found = jax.tree.map(lambda leaf: leaf.shape, shapes[part])
         assert found == jax.tree.map(jnp.shape, params[part])
-    assert load_shapes(checkpoint.source, "float32")[1] == shapes
+    of_folder = make_program(checkpoint.source, dtype="float32")
+    assert build_pipeline(of_folder)[1] == shapes
 
 
 def with_index(folder, to, **parts):
@@ -768,7 +730,9 @@ def with_index(folder, to, **parts):
 
 
 def test_a_folder_made_with_pytorch_is_read_all_the_same(tiny, tmp_path):
-    assert load_shapes(with_index(tiny, tmp_path / "copy"))[1] == load_shapes(tiny)[1]
+    copy = with_index(tiny, tmp_path / "copy")
+    shapes, expected = (build_pipeline(make_program(folder))[1] for folder in (copy, tiny))
+    assert shapes == expected
 
 
 def test_a_scheduler_that_flax_has_not_is_named(tiny, tmp_path):
@@ -779,33 +743,21 @@ def test_a_scheduler_that_flax_has_not_is_named(tiny, tmp_path):
         ValueError,
         match="has a EulerAncestralDiscreteScheduler, and there is no FlaxEulerAncestral",
     ):
-        load_shapes(folder)
+        build_pipeline(make_program(folder))
 
 
 # The model of course.sd
 
 
 def test_the_pieces_of_a_program_fit_together():
-    pieces = model.take_apart(Program("shapes-sd", attention="plain"))
-    found = {}
-    for name, piece in pieces.items():
-        found[name] = jax.eval_shape(piece.function, *piece.arguments)
-    assert found[WHOLE].shape == (1, 64, 64, 3)
-    assert jax.tree.leaves(found[STEP])[0].shape == (1, 8, 8, 4)
-    assert found[DECODER].shape == (1, 64, 64, 3)
-    wide = Program("sd", attention="plain", height=512, width=768)
-    layer = model.take_transformer(wide, 640)
-    assert jax.eval_shape(layer.function, *layer.arguments).shape == (2, 32, 48, 640)
-
-
-@needs_compiler
-def test_two_chips_that_share_a_step_exchange_answers_and_nothing_else():
-    """The bundled model's; the record has Stable Diffusion XL's."""
-    program = Program("shapes-sd", attention="plain")
-    report = model.take_shared_step(program).ask(program.chip)
-    (exchanged,) = report.collectives
-    assert (exchanged.kind, exchanged.bytes) == ("all-gather", 2 * 8 * 8 * 4 * 4)
-    assert "Devices exchange 2,048 bytes: 1 × all-gather" in str(report)
+    program = make_program("shapes-sd", attention="plain")
+    results = {}
+    for name in (WHOLE, *PARTS):
+        piece = take_piece(program, name)
+        results[name] = jax.eval_shape(piece.function, *piece.arguments)
+    assert results[WHOLE].shape == (1, 64, 64, 3)
+    assert jax.tree.leaves(results[STEP])[0].shape == (1, 8, 8, 4)
+    assert results[DECODER].shape == (1, 64, 64, 3)
 
 
 # The command
@@ -903,7 +855,7 @@ def test_functions_take_shapes_and_programs_sizes(arguments, capsys):
 @needs_compiler
 @pytest.mark.parametrize("attention", [[], ["--attention", "plain"]], ids=["pipeline", "model"])
 def test_the_command_prints_a_page_about_a_program(monkeypatch, capsys, attention):
-    monkeypatch.setattr("course.tpu.programs.ask_compiler", lambda *_, **__: ACCEPTED)
+    monkeypatch.setattr("course.tpu.pieces.ask_compiler", lambda *_, **__: ACCEPTED)
     assert main(["shapes-sd", "--steps", "20", *attention]) == 0
     page = capsys.readouterr().out.splitlines()
     assert page[0].startswith("shapes-sd, 64 × 64 pixels, 20 steps, bfloat16, ")
@@ -919,7 +871,7 @@ def test_the_command_prints_a_page_about_a_program(monkeypatch, capsys, attentio
 
 @needs_compiler
 def test_a_program_that_does_not_fit_is_reported_without_parts(monkeypatch, capsys):
-    monkeypatch.setattr("course.tpu.programs.ask_compiler", lambda *_, **__: REFUSED)
+    monkeypatch.setattr("course.tpu.pieces.ask_compiler", lambda *_, **__: REFUSED)
     assert main(["shapes-sd"]) == 0
     page = capsys.readouterr().out.splitlines()
     assert page[1] == "It does not fit. The compiler: RESOURCE_EXHAUSTED: Ran out of memory"

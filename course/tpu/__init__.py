@@ -1,16 +1,22 @@
 """What a program needs on a TPU, asked of the TPU's own compiler, without a TPU.
 
 The compiler, libtpu, runs on any Linux machine with an x86-64 processor. Programs are lowered from
-shapes alone. `ask_compiler` takes any function and gives a `Report`. For Stable Diffusion there is
-one more step: a `Program` says what is drawn and how; `course.tpu.pipelines` and `course.tpu.model`
-take it apart into pieces, each a function and its shapes; the `Answer` has a report on each. What
-was asked before is in `course.tpu.records`. What JAX's trace of a function says without a compiler
-is in `course.tpu.products` and `course.tpu.pallas`. From a shell: ``python -m course.tpu --help``.
+shapes alone. From a question to its record:
+
+- `programs`: what Stable Diffusion is to draw, and how, a `Program`
+- `pieces`: the functions, with their shapes, that a program is made of; `ask_about` asks about each
+- `compiler`, with `worker`: `ask_compiler` takes any function, for one of the `chips`
+- `answers`: a `Report` on a function, an `Answer` on a program
+- `records`: what was asked before
+
+`hlo` reads the text of a compiled program, and `products` what JAX traces of a function without a
+compiler. From a shell: ``python -m course.tpu --help``.
 """
 
+from course.tpu.answers import Answer, Memory, Report, Times, Work, find_times
 from course.tpu.chips import CHIPS, Chip, find_chip, tpu_devices
-from course.tpu.compiler import Memory, Report, Times, Work, ask_compiler, find_times, versions
-from course.tpu.programs import Answer, Piece, Program
+from course.tpu.compiler import ask_compiler, versions
+from course.tpu.programs import Program, make_program
 from course.tpu.records import ask_or_recall, compiler_report
 
 __all__ = [
@@ -18,7 +24,6 @@ __all__ = [
     "Answer",
     "Chip",
     "Memory",
-    "Piece",
     "Program",
     "Report",
     "Times",
@@ -28,6 +33,7 @@ __all__ = [
     "compiler_report",
     "find_chip",
     "find_times",
+    "make_program",
     "tpu_devices",
     "versions",
 ]

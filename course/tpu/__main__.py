@@ -10,11 +10,13 @@ import sys
 
 import jax
 
+from course.tpu.answers import Answer, Report
 from course.tpu.chips import tpu_devices
-from course.tpu.compiler import Report, ask_compiler
-from course.tpu.programs import Answer, Program
+from course.tpu.compiler import ask_compiler
+from course.tpu.pieces import ask_about
+from course.tpu.programs import make_program
 from course.tpu.records import recorded_answers, table_of
-from helpers import quiet_warnings, require_flax
+from helpers import quiet_warnings
 
 EXAMPLES = """\
 examples:
@@ -32,8 +34,21 @@ several chips as well.
 """
 
 
+# Of a program, and not of a function.
+SETTINGS = (
+    "chips",
+    "batch",
+    "height",
+    "width",
+    "steps",
+    "dtype",
+    "split_head_dim",
+    "attention",
+)
+
+
 def parse_shape(text: str) -> jax.ShapeDtypeStruct:
-    """A shape out of what JAX prints, such as ``bf16[8,128]``, or ``int32[]`` for a number."""
+    """Read a shape as JAX prints it, such as ``bf16[8,128]``, or ``int32[]`` for a number."""
     long_names = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
     match = re.fullmatch(r"([a-z]+)(\d*)\[([\d,]*)\]", text)
     try:
@@ -65,14 +80,8 @@ def ask_about_program(
 ) -> Answer:
     """Ask about a pipeline, or about the model of ``course.sd`` if the settings name one."""
     tpu_devices(chip, settings.get("chips", 1))  # before anything that takes long
-    program = Program(model, chip, **settings)
-    if program.attention:
-        from course.tpu.model import ask_about
-    else:
-        require_flax()
-        quiet_warnings()
-        from course.tpu.pipelines import ask_about
-    return ask_about(program, timeout)
+    quiet_warnings()
+    return ask_about(make_program(model, chip, **settings), timeout)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -129,10 +138,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     settings = {}
-    for field in dataclasses.fields(Program):
-        value = getattr(options, field.name, None)
-        if value is not None and field.name != "chip":
-            settings[field.name] = value
+    for name in SETTINGS:
+        value = getattr(options, name)
+        if value is not None:
+            settings[name] = value
     is_function = ":" in options.program
     if is_function != bool(options.shapes) or (is_function and settings):
         parser.error("a function needs --shapes, and a program of Stable Diffusion the other sizes")

@@ -47,6 +47,11 @@ class Place(NamedTuple):
     index: int
 
 
+# Bytes in a second that a link of a v5e chip to its neighbour carries each way: 400 GB/s for both
+# ways of a chip's four links together (docs.cloud.google.com/tpu/docs/v5e), and 5e10 in the table
+# of jax-ml.github.io/scaling-book/tpus.
+ICI_LINK = 400e9 / 4 / 2
+
 PLACES: dict[jax.Device, Place] = {}  # of every device that `tpu_devices` gave
 
 FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4)}

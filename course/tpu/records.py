@@ -10,13 +10,12 @@ from typing import NamedTuple
 import jax
 from tabulate import tabulate
 
+from course.tpu.answers import Answer, Memory, Report, Times, Work
 from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
-from course.tpu.collectives import Collective
-from course.tpu.compiler import Memory, Report, Times, Work, ask_compiler, versions
-from course.tpu.copies import Copy
+from course.tpu.compiler import ask_compiler, versions
+from course.tpu.hlo import Collective, Copy, Schedule
 from course.tpu.products import ROWS, Product
-from course.tpu.programs import PARTS, STEP, WHOLE, Answer, Program
-from course.tpu.schedule import Schedule
+from course.tpu.programs import PARTS, STEP, WHOLE, Program, make_program
 from helpers.places import find_data
 
 
@@ -27,7 +26,7 @@ def read_answers(file: Path) -> list[Answer]:
     """
     answers = []
     for content in json.loads(file.read_text(encoding="utf-8")):
-        program = Program(**content.pop("program"))
+        program = make_program(**content.pop("program"))
         pieces = {name: read_report(report) for name, report in content.pop("pieces").items()}
         answers.append(Answer(program, pieces, **content))
     return answers
@@ -160,6 +159,77 @@ def largest_batch(program: Program, answers: Iterable[Answer]) -> int | None:
     return None
 
 
+# Work that is split over several chips
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """All collectives of one kind in a program, on each device."""
+
+    kind: str  #: such as ``all-gather``
+    is_async: bool  #: whether the chip goes on computing in the meantime
+    number: int  #: of instructions
+    runs: int  #: in one run of the program
+    bytes: int  #: of all their results in one run
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """One way to split the work of a step, and what the TPU compiler says of it on each chip."""
+
+    mesh: dict[str, int]  #: the axes of the mesh, and how many chips each has
+    images: int  #: drawn at a time by all chips together
+    parameters: int  #: bytes of the UNet's on each chip
+    report: Report
+    exchanges: tuple[Exchange, ...]
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes of the results of all collectives on each chip."""
+        return sum(exchange.bytes for exchange in self.exchanges)
+
+    @property
+    def asynchronous(self) -> float:
+        """The share of the exchanged bytes that asynchronous instructions move, from 0 to 1.
+
+        Only what is computed between their start and their done hides them.
+        """
+        if not self.exchanged:
+            return 1.0
+        return sum(each.bytes for each in self.exchanges if each.is_async) / self.exchanged
+
+    @property
+    def kinds(self) -> str:
+        """How often each kind of collective runs, such as ``3 all-reduce``."""
+        runs = {}
+        for exchange in self.exchanges:
+            runs[exchange.kind] = runs.get(exchange.kind, 0) + exchange.runs
+        return ", ".join(f"{number} {kind}" for kind, number in runs.items()) or "none"
+
+
+@functools.cache
+def recorded_splits() -> dict[str, Split]:
+    """The recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
+    found = {}
+    content = json.loads(find_data("benchmarks/shardings.json").read_text(encoding="utf-8"))
+    for name, split in content.items():
+        found[name] = read_split(split)
+    return found
+
+
+def read_split(content: dict) -> Split:
+    """What a recorder has written about a program on several chips."""
+    return Split(
+        mesh=content["mesh"],
+        images=content["images"],
+        parameters=content["parameters"],
+        report=read_report(content["report"]),
+        exchanges=tuple(Exchange(**exchange) for exchange in content["exchanges"]),
+    )
+
+
+# Tables, and what others measured
+
 TEXTS = ["pipeline", "chips", "batch", "fits"]
 FIGURES = [
     "arguments",
@@ -211,7 +281,7 @@ def row_of(answer: Answer, is_largest: bool) -> list[str]:
     name = f"{name}, {program.dtype}"
     if program.attention:
         name = f"{name}, attention {program.attention}"
-    elif program != dataclasses.replace(program, split_head_dim=None):
+    elif program.split_head_dim != make_program(program.model).split_head_dim:
         name = f"{name}, split_head_dim={program.split_head_dim}"
     row = [
         name,
@@ -258,7 +328,7 @@ PUBLISHED = (
 
 def published_times() -> list[tuple[Published, Times]]:
     """The published times, each with the recorded least time of the same program."""
-    return [(each, recorded_times(Program("sdxl", each.chip, steps=20))) for each in PUBLISHED]
+    return [(each, recorded_times(make_program("sdxl", each.chip, steps=20))) for each in PUBLISHED]
 
 
 def table_of_published() -> str:
@@ -269,7 +339,7 @@ def table_of_published() -> str:
     """
     rows = []
     for published, times in published_times():
-        program = Program("sdxl", published.chip, steps=20)
+        program = make_program("sdxl", published.chip, steps=20)
         chip = recorded_report(program, STEP).chip
         by_columns = padded_seconds(program, chip)
         by_rows = padded_seconds(program, chip, rows=CHIPS[chip.name].mxu)

@@ -1,16 +1,56 @@
-"""In which order a compiled program works, and what it computes while devices exchange data.
+"""What stands in the text of a compiled program, in HLO, the compiler's language.
 
-It is read from the program's text, in which each computation is a block of lines, and a line is an
-instruction. Instructions stand in the order in which the chip takes them.
+Each computation is a block of lines, and a line is an instruction. Instructions stand in the order
+in which the chip takes them. Read here are what devices exchange, what is copied from one memory to
+another, and what a chip computes while data is under way.
 """
 
+import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+import jax
+
+KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 CALLS = r"(?:calls|to_apply|condition|body|true_computation|false_computation)=%([\w.-]+)"
 START = 'custom_call_target="AsyncCollectiveStart"'
 DONE = 'custom_call_target="AsyncCollectiveDone"'
+
+
+@dataclass(frozen=True)
+class Collective:
+    """An instruction by which devices exchange data."""
+
+    kind: str  #: such as ``all-reduce``
+    bytes: int  #: of its result on one device
+    #: where in the Python program it comes from, by the compiler; empty if it does not say
+    origin: str
+    runs: int = 1  #: how often it runs in a run of the program, where the compiler knows it
+    is_async: bool = False  #: whether the device goes on computing in the meantime
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copies of arrays of one type, which run while the chip computes something else.
+
+    Where an array lies, the text says behind its tiles: ``S(1)`` is memory space 1. Space 0, HBM,
+    is left out there. Space 1 is VMEM, the memory on the chip; on v4 copies go to space 3.
+
+    `Work.bytes_accessed` has four times a copy's bytes in it, besides the operation that reads the
+    result: what ``copy-start`` reads, both places that its result names, and what ``copy-done``
+    gives. Of slices nobody checked.
+    """
+
+    array: str  #: as the text writes it, such as ``bf16[1280,5120]``
+    bytes: int  #: of one array
+    origin: int  #: the memory space that it comes from
+    target: int  #: the memory space that it goes to
+    number: int  #: how many there are; those in a loop once
+
+    def __str__(self) -> str:
+        spaces = ["HBM" if space == 0 else f"S({space})" for space in (self.origin, self.target)]
+        return f"{self.number} × {self.array}, from {spaces[0]} to {spaces[1]}"
 
 
 @dataclass(frozen=True)
@@ -24,6 +64,9 @@ class Schedule:
     flops: float  #: all of them
     #: those between the start and the end of an exchange that the chip need not wait for
     beside_exchange: float
+
+
+# What every reader needs: computations, how often each runs, and the bytes of arrays
 
 
 def read_computations(text: str) -> dict[str, list[str]]:
@@ -88,6 +131,106 @@ def count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
             for called in called_by(line):
                 runs[called] += runs[name] * rounds_of(line, computations)
     return runs
+
+
+def array_bytes(text: str) -> int:
+    """Bytes of all arrays in a piece of a program's text, which writes them as bf16[2,1024,1280].
+
+    Examples
+    --------
+    >>> array_bytes("(bf16[2,1024]{1,0}, pred[])")
+    4097
+    """
+    bits = 0
+    for width, sizes in re.findall(r"[a-z]+(\d*)\w*\[([\d,]*)\]", text):
+        numbers = math.prod(int(size) for size in sizes.split(",") if size)
+        bits += int(width or 8) * numbers  # a pred is a byte
+    return bits // 8
+
+
+# What devices exchange
+
+
+def find_collectives(compiled: jax.stages.Compiled) -> list[Collective]:
+    """List a program's collectives in the order of its text; one in a loop stands there once.
+
+    Builds on ``Compiled.as_text``.
+    """
+    return read_collectives(compiled.as_text())
+
+
+def read_collectives(text: str) -> list[Collective]:
+    """List the collectives in the text of a compiled program, see `find_collectives`."""
+    computations = read_computations(text) or {"": text.splitlines()}
+    runs = count_runs(computations)
+    starting = set()  # the computations that start a collective and go on
+    channels = set()  # and the channels of these: the collective is in the next ones again
+    for name, lines in computations.items():
+        if any(START in line for line in lines):
+            starting.add(name)
+            channels.update(re.findall(r"channel_id=(\d+)", "\n".join(lines)))
+    found = []
+    for name, lines in computations.items():
+        for line in lines:
+            # An accelerator may start an instruction and go on: then the "done" has the result.
+            instruction = re.search(rf" = (.*?) ({KINDS})(-done)?\(", line)
+            if not instruction:
+                continue
+            result, kind, done = instruction.groups()
+            channel = re.search(r"channel_id=(\d+)", line)
+            if name not in starting and channel and channel[1] in channels:
+                continue
+            origin = re.search(r'op_name="([^"]*)"', line)
+            found.append(
+                Collective(
+                    kind,
+                    array_bytes(result),
+                    origin[1] if origin else "",
+                    runs=runs[name],
+                    is_async=bool(done) or name in starting,
+                )
+            )
+    return found
+
+
+def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """How many collectives of each kind a program has, see `find_collectives`."""
+    counts = Counter(collective.kind for collective in find_collectives(compiled))
+    return dict(sorted(counts.items()))
+
+
+# What is copied
+
+
+def read_copies(text: str) -> list[Copy]:
+    """List the copies in the text of a compiled program, see `find_copies`."""
+    array = r"(\w+\[[\d,]*\])(?:\{([^}]*)\})?"  # bf16[8,128]{1,0:T(8,128)(2,1)S(1)}
+    counts = Counter()
+    for line in text.splitlines():
+        # The result names both places; the one of a copy the target first, of a slice the source.
+        copy = re.search(rf" = \({array}, {array}, .* copy-start\(", line)
+        cut = re.search(rf" = \(\(?{array}\)?, {array}, .* slice-start\(", line)
+        if copy:
+            name, target, _, origin = copy.groups()
+        elif cut:
+            _, origin, name, target = cut.groups()
+        else:
+            continue
+        if memory_space(origin) != memory_space(target):
+            counts[name, memory_space(origin), memory_space(target)] += 1
+    found = []
+    for (name, origin, target), number in counts.items():
+        found.append(Copy(name, array_bytes(name), origin, target, number))
+    return sorted(found, key=lambda copy: copy.number * copy.bytes, reverse=True)
+
+
+def memory_space(layout: str | None) -> int:
+    """The memory space in an array's layout, such as ``1,0:T(8,128)(2,1)S(1)``."""
+    space = re.search(r"S\((\d+)\)", layout or "")
+    return int(space[1]) if space else 0
+
+
+# What is computed while devices exchange
 
 
 def read_schedule(text: str) -> Schedule:
