@@ -203,7 +203,10 @@ def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def read_copies(text: str) -> list[Copy]:
-    """List the copies in the text of a compiled program, see `find_copies`."""
+    """List what a compiled program copies between memories, what is most bytes first.
+
+    A slice that is fetched by itself is a copy, too.
+    """
     array = r"(\w+\[[\d,]*\])(?:\{([^}]*)\})?"  # bf16[8,128]{1,0:T(8,128)(2,1)S(1)}
     counts = Counter()
     for line in text.splitlines():
