@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+from course.commands import make_parser, run
 from course.model.files import PICKLE_SUFFIXES
 from course.sd import read_config, save
 from course.sd.convert import read_schedule, read_single_file
@@ -23,7 +24,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def file_or_folder(name: str | None) -> Path | None:
-    """What a part is read from: a file, or a folder, which may be on the Hub."""
+    """Return what a part is read from: a file, or a folder, which may be on the Hub."""
     if name is None:
         return None
     if Path(name).suffix in (".safetensors", ".gguf", *PICKLE_SUFFIXES):
@@ -31,10 +32,28 @@ def file_or_folder(name: str | None) -> Path | None:
     return find_model(name)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def convert_file(options: argparse.Namespace) -> None:
+    """Do what the command does."""
+    like = find_model(options.like, only=NO_WEIGHTS)
+    config = read_config(like)
+    params = read_single_file(
+        options.file,
+        config,
+        vae=file_or_folder(options.vae),
+        text_encoder=file_or_folder(options.text_encoder),
+        text_encoder_2=file_or_folder(options.text_encoder_2),
     )
+    schedule = read_schedule(options.file, config, options.prediction)
+    dtype = options.dtype and jnp.dtype(options.dtype)
+    save(params, like, options.folder, dtype, schedule)
+    counts = ", ".join(f"{part} {len(values)}" for part, values in params.items())
+    print(f"Wrote {options.folder}, with so many parameters: {counts}.")
+    print(f"The model predicts {schedule.prediction_type}.", end="")
+    print(" It was trained down to pure noise." if schedule.rescale_betas_zero_snr else "")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser("course.convert", __doc__)
     parser.add_argument("file", type=Path, help="safetensors with a whole model")
     parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument(
@@ -49,27 +68,8 @@ def main() -> None:
         help="what the model predicts; by default what the file says, or else SOURCE",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the numbers; by default as in the file")
-    arguments = parser.parse_args()
-    try:
-        like = find_model(arguments.like, only=NO_WEIGHTS)
-        config = read_config(like)
-        params = read_single_file(
-            arguments.file,
-            config,
-            vae=file_or_folder(arguments.vae),
-            text_encoder=file_or_folder(arguments.text_encoder),
-            text_encoder_2=file_or_folder(arguments.text_encoder_2),
-        )
-        schedule = read_schedule(arguments.file, config, arguments.prediction)
-        dtype = arguments.dtype and jnp.dtype(arguments.dtype)
-        save(params, like, arguments.folder, dtype, schedule)
-    except (OSError, ValueError, RuntimeError) as error:
-        sys.exit(str(error))
-    counts = ", ".join(f"{part} {len(values)}" for part, values in params.items())
-    print(f"Wrote {arguments.folder}, with so many parameters: {counts}.")
-    print(f"The model predicts {schedule.prediction_type}.", end="")
-    print(" It was trained down to pure noise." if schedule.rescale_betas_zero_snr else "")
+    return run(parser, convert_file, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """Draw many prompts on many machines: ``python -m course.draw PROMPTS OUT``.
 
 PROMPTS is a text file with a prompt on each line, or a Parquet file with a column ``prompt``. OUT
-gets an image for each, with the prompt, the key and the settings in it. Started again, the same
-command draws what is missing.
+gets an image for each, with the prompt, the key and the settings in it, and ``settings.json``.
+Started again, the same command draws what is missing.
 
 Ray Data spreads the prompts over *actors*: processes that load the model once and then draw one
 batch after another. On this machine Ray starts by itself. On a cluster, give ``--address auto`` and
@@ -21,7 +21,6 @@ import socket
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +36,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from course import sd
+from course.commands import make_parser, positive, run
 from course.sd.tokenizer import Encoder, read_tokenizer
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
 from helpers.inputs import unknown_words
@@ -45,6 +45,7 @@ Rows = dict[str, np.ndarray]  # columns, one entry for each image
 
 INSTALL = 'pip install "ray[data]"'
 PATIENCE = 1800  # seconds without any image after which to give up: a large model has to load
+SETTINGS_FILE = "settings.json"
 SHOWN = 5  # warnings about prompts; of the others, their number
 
 
@@ -145,7 +146,6 @@ def load_model(settings: Settings, sharding: jax.sharding.Sharding) -> tuple:
     if not jax.config.jax_compilation_cache_dir:
         folder = Path.home() / ".cache" / "stable-diffusion-jax-course"
         jax.config.update("jax_compilation_cache_dir", str(folder))
-    warnings.simplefilter("ignore")  # of long prompts, main has warned
     try:
         checkpoint = read_checkpoint(settings.checkpoint)
         return sd.load(download(checkpoint), checkpoint.dtype, sharding)
@@ -289,43 +289,39 @@ def write_pngs(rows: Rows, folder: Path, settings: Settings) -> None:
         write_whole(folder / image_name(number), to_png(image, texts))
 
 
-def write_parquet(rows: Rows, folder: Path, settings: Settings) -> None:
-    """Write one Parquet file for a batch, with the images as PNG files in a column."""
-    import pyarrow.parquet
-
-    table = []
-    for number, image, texts in zip(
-        rows["number"], rows["image"], describe(rows, settings), strict=True
-    ):
-        table.append(texts | {"number": int(number), "image": to_png(image, texts)})
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), buffer)
-    # No number is in two batches, so the lowest one names them.
-    write_whole(folder / f"{min(rows['number']):07d}.parquet", buffer.getvalue())
-
-
-WRITERS = {"png": write_pngs, "parquet": write_parquet}
-
-
-def read_texts(folder: Path, form: str) -> Iterator[tuple[Path, dict[str, str]]]:
-    """Each image of a folder: its file, and what is written in it."""
-    for file in sorted(folder.glob(f"[0-9]*.{form}")):
+def read_texts(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yield each image of a folder: its file, and what is written in it."""
+    for file in sorted(folder.glob("[0-9]*.png")):
         try:
-            if form == "png":
-                with Image.open(file) as image:
-                    yield file, dict(image.info)
-            else:
-                import pyarrow.parquet
-
-                names = ["number", "prompt", *Settings("").texts()]
-                for row in pyarrow.parquet.read_table(file, columns=names).to_pylist():
-                    yield file, {name: str(row[name]) for name in names}
+            with Image.open(file) as image:
+                yield file, dict(image.info)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"{file} cannot be read ({error}): remove it.") from None
 
 
-def find_missing(folder: Path, form: str, rows: list[dict], settings: Settings) -> list[dict]:
-    """The rows whose images the folder lacks.
+def read_settings(folder: Path) -> dict[str, str] | None:
+    """Return the settings that a folder was made with; None if it has no ``settings.json``."""
+    file = folder / SETTINGS_FILE
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"{file} cannot be read ({error}): remove it.") from None
+
+
+def check_same(file: Path, texts: dict[str, str], wanted: dict[str, str]) -> None:
+    """Raise ``RuntimeError`` if a file has other settings, or another prompt."""
+    for name, text in wanted.items():
+        if texts.get(name) != text:
+            raise RuntimeError(
+                f"{file} is there already with the {name} {texts.get(name)!r}, not {text!r}: "
+                "give a different OUT, or remove what is in this one."
+            )
+
+
+def find_missing(folder: Path, rows: list[dict], settings: Settings) -> list[dict]:
+    """Return the rows whose images the folder lacks.
 
     Raises
     ------
@@ -344,20 +340,19 @@ def find_missing(folder: Path, form: str, rows: list[dict], settings: Settings) 
     expected = {}
     for row in rows:
         expected[str(row["number"])] = row["prompt"]
-    for file, texts in read_texts(folder, form):
+    kept = read_settings(folder)
+    own = settings.texts()
+    if kept is not None:
+        check_same(folder / SETTINGS_FILE, kept, own)
+        own = {}  # the images were drawn with these
+    for file, texts in read_texts(folder):
         number = texts.get("number", "")
         if number not in expected:
             raise RuntimeError(
                 f"{file} has an image that is none of these prompts': give a different OUT, or "
                 "remove what is in this one."
             )
-        wanted = {"prompt": expected[number]} | settings.texts()
-        for name, text in wanted.items():
-            if texts.get(name) != text:
-                raise RuntimeError(
-                    f"{file} is there already with the {name} {texts.get(name)!r}, not {text!r}: "
-                    "give a different OUT, or remove what is in this one."
-                )
+        check_same(file, texts, {"prompt": expected[number]} | own)
         missing.pop(int(number), None)
     return list(missing.values())
 
@@ -468,12 +463,8 @@ def explain(error: Exception) -> str:
 # The command.
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m course.draw",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def draw_parser() -> argparse.ArgumentParser:
+    parser = make_parser("course.draw", __doc__)
     parser.add_argument("prompts", type=Path, metavar="PROMPTS", help="a text or Parquet file")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder for the images")
     parser.add_argument(
@@ -482,15 +473,16 @@ def make_parser() -> argparse.ArgumentParser:
         help="a bundled one, a folder, or a Hub id, with @revision if need be; default %(default)s",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="default: what suits the checkpoint")
+    parser.add_argument("--steps", type=positive, help="default: what suits the checkpoint")
     parser.add_argument("--guidance", type=float, help="likewise")
     parser.add_argument(
-        "--batch", type=int, default=4, help="images that an actor draws at a time; default 4"
+        "--batch", type=positive, default=4, help="images that an actor draws at a time; default 4"
     )
-    parser.add_argument("--format", choices=WRITERS, default="png")
     parser.add_argument("--address", help="of a Ray cluster; auto finds the one of this machine")
     parser.add_argument(
-        "--actors", type=int, help="default: one for each TPU host, for each GPU, or for each host"
+        "--actors",
+        type=positive,
+        help="default: one for each TPU host, for each GPU, or for each host",
     )
     parser.add_argument(
         "--patience",
@@ -499,7 +491,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="give up if no batch is finished for so long; default %(default)s",
     )
-    parser.add_argument("--chips", type=int, help="TPU chips of each actor; default: a host's")
+    parser.add_argument("--chips", type=positive, help="TPU chips of each actor; default: a host's")
     return parser
 
 
@@ -526,12 +518,12 @@ def draw_missing(options: argparse.Namespace) -> None:
     folder = options.out.absolute()
     rows = read_prompts(options.prompts)
     settings, checkpoint = choose_settings(options)
-    missing = find_missing(folder, options.format, rows, settings)
+    missing = find_missing(folder, rows, settings)
     print(f"{len(rows)} prompts, of which {len(rows) - len(missing)} are drawn already", flush=True)
     if not missing:
         return
     warn_about_prompts(missing, checkpoint)
-    write = partial(WRITERS[options.format], folder=folder, settings=settings)
+    write = partial(write_pngs, folder=folder, settings=settings)
     ray = import_ray()
     was_running = ray.is_initialized()
     cpus = max(options.actors or 1, os.cpu_count() or 1)
@@ -540,10 +532,13 @@ def draw_missing(options: argparse.Namespace) -> None:
         plan = plan_actors(options.actors, options.chips)
         batches = -(-len(missing) // settings.batch)
         plan["actors"] = min(plan["actors"], batches)
+        if read_settings(folder) is None:
+            content = json.dumps(settings.texts(), indent=1) + "\n"
+            write_whole(folder / SETTINGS_FILE, content.encode())
         for _ in draw_rows(missing, settings, write, **plan).iter_batches(batch_size=None):
             pass
     except Exception as error:
-        left = len(find_missing(folder, options.format, rows, settings))
+        left = len(find_missing(folder, rows, settings))
         raise RuntimeError(
             f"{explain(error)}\n{len(missing) - left} images were drawn, and {left} are missing: "
             "start the same again for these."
@@ -551,7 +546,7 @@ def draw_missing(options: argparse.Namespace) -> None:
     finally:
         if not was_running:
             ray.shutdown()
-    left = len(find_missing(folder, options.format, rows, settings))
+    left = len(find_missing(folder, rows, settings))
     if left:
         raise RuntimeError(
             f"{left} images are not in {folder}: they may lie on the disks of other machines, so "
@@ -562,19 +557,9 @@ def draw_missing(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what the command line, or these arguments in its place, says; the exit status."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    for name in ("batch", "actors", "chips", "steps"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name} is {value}: give at least 1.")
     jax.config.update("jax_platforms", "cpu")  # here; accelerators are for the actors
-    try:
-        draw_missing(options)
-    except RuntimeError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    interrupted = "Interrupted: started again, the same command draws what is missing."
+    return run(draw_parser(), draw_missing, arguments, interrupted)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from course import sd
+from course.commands import make_parser, run
 from course.convert import DTYPES
 from course.model.files import stored_dtypes
 from course.model.lora import merge
@@ -20,7 +21,7 @@ from helpers import find_model
 
 
 def file_and_scale(argument: str) -> tuple[Path, float]:
-    """What is meant by FILE=SCALE, where the scale is 1 if it is not given."""
+    """Return the file and the scale of FILE=SCALE, where the scale is 1 if it is not given."""
     file, equals, scale = argument.rpartition("=")
     if not equals:
         return Path(argument), 1.0
@@ -32,38 +33,37 @@ def file_and_scale(argument: str) -> tuple[Path, float]:
         ) from None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def build_in(options: argparse.Namespace) -> None:
+    """Do what the command does."""
+    source = find_model(options.source, variant=options.variant)
+    params, config, _ = sd.load(source, variant=options.variant)
+    for file, scale in options.loras:
+        lora = read_lora(file, params, config)
+        params = merge(params, lora, scale)
+        counts = " and ".join(f"{len(pairs)} weights of {part}" for part, pairs in lora.items())
+        print(f"Added {file}, {scale} times, to {counts}.")
+        if word_file(file).exists():
+            print(
+                f"The new word in {word_file(file)} is not a part of what is written: load it "
+                "where you draw."
+            )
+    if options.dtype:
+        dtype = jnp.dtype(options.dtype)
+    else:
+        dtype = stored_dtypes(source, params, options.variant)
+    sd.save(params, source, options.folder, dtype)
+    print(f"Wrote {options.folder}.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser("course.lora", __doc__)
     parser.add_argument("source", help="a folder in diffusers' format, or a Hub id")
     parser.add_argument("folder", type=Path, help="the folder to write")
     parser.add_argument("loras", nargs="+", type=file_and_scale, metavar="FILE[=SCALE]")
     parser.add_argument("--variant", help="the word in the names of the model's files, as fp16")
     parser.add_argument("--dtype", choices=DTYPES, help="to save in; by default as the model is")
-    arguments = parser.parse_args()
-    try:
-        source = find_model(arguments.source, variant=arguments.variant)
-        params, config, _ = sd.load(source, variant=arguments.variant)
-        for file, scale in arguments.loras:
-            lora = read_lora(file, params, config)
-            params = merge(params, lora, scale)
-            counts = " and ".join(f"{len(pairs)} weights of {part}" for part, pairs in lora.items())
-            print(f"Added {file}, {scale} times, to {counts}.")
-            if word_file(file).exists():
-                print(
-                    f"The new word in {word_file(file)} is not a part of what is written: load it "
-                    "where you draw."
-                )
-        if arguments.dtype:
-            dtype = jnp.dtype(arguments.dtype)
-        else:
-            dtype = stored_dtypes(source, params, arguments.variant)
-        sd.save(params, source, arguments.folder, dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        sys.exit(str(error))
-    print(f"Wrote {arguments.folder}.")
+    return run(parser, build_in, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

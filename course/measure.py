@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course import sd
+from course.commands import make_parser, run
 from course.tpu.chips import CHIPS
 from course.tpu.compiler import versions
 from course.tpu.pieces import load_config
@@ -163,10 +164,24 @@ def measured_runs() -> list[Measured]:
     return [read_measured(file) for file in files]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m course.measure", description=__doc__.splitlines()[0]
+def write_measured(options: argparse.Namespace) -> None:
+    """Do what the command does."""
+    choices = vars(options)
+    folder = choices.pop("to")
+    measured = measure(**choices)
+    name = f"{measured.model}-{measured.device_kind}-{measured.attention}-{measured.date}"
+    file = folder / f"{name.replace(' ', '-').lower()}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(dataclasses.asdict(measured), indent=1) + "\n", encoding="utf-8")
+    print(
+        f"{measured.model}, {measured.steps} steps, batch {measured.batch}, on "
+        f"{measured.device_kind}: {measured.steady:.3g} s."
     )
+    print(f"Written to {file}. A pull request that adds it to benchmarks/measured is welcome.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser("course.measure", __doc__)
     parser.add_argument(
         "model",
         nargs="?",
@@ -181,23 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--to", type=Path, default=Path(), help="the folder for the file (this one)"
     )
-    options = vars(parser.parse_args(arguments))
-    folder = options.pop("to")
-    try:
-        found = measure(**options)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    name = f"{found.model}-{found.device_kind}-{found.attention}-{found.date}"
-    file = folder / f"{name.replace(' ', '-').lower()}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n", encoding="utf-8")
-    print(
-        f"{found.model}, {found.steps} steps, batch {found.batch}, on {found.device_kind}: "
-        f"{found.steady:.3g} s."
-    )
-    print(f"Written to {file}. A pull request that adds it to benchmarks/measured is welcome.")
-    return 0
+    return run(parser, write_measured, arguments)
 
 
 if __name__ == "__main__":

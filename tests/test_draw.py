@@ -4,7 +4,7 @@ Chapter 10 kills an actor and draws what is missing: it compares the images bit 
 """
 
 import errno
-import io
+import json
 import os
 import shutil
 import sys
@@ -47,7 +47,7 @@ def ray():
 
 
 def parse(prompts, out, *arguments):
-    return draw.make_parser().parse_args([str(prompts), str(out), *map(str, arguments)])
+    return draw.draw_parser().parse_args([str(prompts), str(out), *map(str, arguments)])
 
 
 def read_png(content) -> tuple[np.ndarray, dict]:
@@ -64,9 +64,8 @@ def by_one(ray, prompts, tmp_path_factory):
 
 
 def test_an_image_says_what_it_follows_from(by_one, checkpoint):
-    assert sorted(file.name for file in by_one.iterdir()) == [
-        draw.image_name(number) for number in DRAWN
-    ]
+    names = [draw.image_name(number) for number in DRAWN]
+    assert sorted(file.name for file in by_one.iterdir()) == [*names, "settings.json"]
     for number in DRAWN:
         pixels, texts = read_png(by_one / draw.image_name(number))
         assert pixels.shape == (checkpoint.height, checkpoint.width, 3)
@@ -81,19 +80,17 @@ def test_an_image_says_what_it_follows_from(by_one, checkpoint):
         }
 
 
-def test_three_actors_draw_the_same_images_into_parquet(by_one, prompts, tmp_path, capsys):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    options = parse(prompts, tmp_path, "--actors", 3, "--batch", 2, "--format", "parquet")
+def test_three_actors_draw_the_same_images_and_each_once(by_one, prompts, tmp_path, capsys):
+    options = parse(prompts, tmp_path, "--actors", 3, "--batch", 2)
     draw.draw_missing(options)
     output = capsys.readouterr()
     assert "7 prompts, of which 0 are drawn already" in output.out
     assert "'画一颗红色的心': the bundled checkpoint never saw" in output.err
     assert "has 125 tokens, and 75 are read" in output.err
-    rows = [row for file in tmp_path.iterdir() for row in parquet.read_table(file).to_pylist()]
-    assert sorted(row["number"] for row in rows) == DRAWN
-    for row in rows:
-        pixels, texts = read_png(io.BytesIO(row["image"]))
-        other_pixels, other_texts = read_png(by_one / draw.image_name(row["number"]))
+    assert output.err.count("has 125 tokens") == 1
+    for number in DRAWN:
+        pixels, texts = read_png(tmp_path / draw.image_name(number))
+        other_pixels, other_texts = read_png(by_one / draw.image_name(number))
         assert np.array_equal(pixels, other_pixels)
         assert texts == other_texts
     draw.draw_missing(options)
@@ -110,7 +107,7 @@ def test_a_batch_too_large_for_memory_is_named_and_the_rest_stays(by_one, prompt
     assert sentence.startswith("200000 images at a time need more memory than")
     assert sentence.endswith("give a --batch below 200000.")
     assert rest == "0 images were drawn, and 1 are missing: start the same again for these."
-    assert len(list(out.iterdir())) == len(DRAWN) - 1
+    assert len(list(out.glob("*.png"))) == len(DRAWN) - 1
 
 
 def test_weights_that_an_actor_cannot_load_are_named(ray, prompts, checkpoint, tmp_path):
@@ -189,19 +186,39 @@ def test_images_of_other_work_are_not_taken_for_ones_own(tmp_path):
     image = np.zeros((8, 8, 3), np.uint8)
     batch = {"number": np.array([0]), "prompt": np.array(["a red heart"]), "image": image[None]}
     draw.write_pngs(batch, tmp_path, settings)
-    assert draw.find_missing(tmp_path, "png", rows, settings) == rows[1:]
+    assert draw.find_missing(tmp_path, rows, settings) == rows[1:]
     others = [
         ([{"number": 0, "prompt": "a green ring"}], settings),
         (rows, draw.Settings("shapes-sd", seed=1)),
     ]
     for other_rows, other_settings in others:
         with pytest.raises(RuntimeError, match="is there already with the"):
-            draw.find_missing(tmp_path, "png", other_rows, other_settings)
+            draw.find_missing(tmp_path, other_rows, other_settings)
     with pytest.raises(RuntimeError, match="none of these prompts'"):
-        draw.find_missing(tmp_path, "png", rows[1:], settings)
+        draw.find_missing(tmp_path, rows[1:], settings)
     (tmp_path / draw.image_name(1)).write_bytes(b"no image")
     with pytest.raises(RuntimeError, match=r"0000001\.png cannot be read"):
-        draw.find_missing(tmp_path, "png", rows, settings)
+        draw.find_missing(tmp_path, rows, settings)
+
+
+def test_settings_are_kept_once_and_taken_from_images_where_they_are_not(tmp_path):
+    """A folder may be older than settings.json, or be filled without the command."""
+    settings, rows = draw.Settings("shapes-sd"), [{"number": 0, "prompt": "a red heart"}]
+    kept = tmp_path / draw.SETTINGS_FILE
+    kept.write_text(json.dumps(settings.texts()))
+    other = draw.Settings("shapes-sd", steps=8)
+    assert draw.find_missing(tmp_path, rows, settings) == rows
+    with pytest.raises(RuntimeError, match=r"settings\.json is .* with the steps '15', not '8'"):
+        draw.find_missing(tmp_path, rows, other)
+    kept.write_text("{")
+    with pytest.raises(RuntimeError, match=r"settings\.json cannot be read .*: remove it"):
+        draw.find_missing(tmp_path, rows, settings)
+
+
+def test_a_batch_of_nothing_is_refused(prompts, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        draw.main([str(prompts), str(tmp_path), "--batch", "0"])
+    assert "argument --batch: 0 is too small: give at least 1" in capsys.readouterr().err
 
 
 def test_a_key_follows_from_the_seed_and_the_number_alone():

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import course.convert
-import helpers.checkpoints
+import helpers.models
 from course import flux2, sd
 from course.model.files import stack_layers, to_files, unstack_layers
 from course.sd import convert, lora
@@ -204,10 +204,7 @@ def try_xl_v(bench):
         lambda options: options | {"prediction_type": "epsilon"},
     )
     make.save(bench.singles["xl"] | {"v_pred": empty, "ztsnr": empty}, file)
-    command = ["convert", str(file), str(bench.place / "new"), "--like", str(source)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", command)
-        course.convert.main()
+    assert course.convert.main([str(file), str(bench.place / "new"), "--like", str(source)]) == 0
     params, config, _ = sd.load(bench.place / "new")
     assert config.schedule == schedule
     assert make.is_same(params, bench.xl_params)

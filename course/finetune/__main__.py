@@ -21,9 +21,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from safetensors import SafetensorError
 
 from course import sd
+from course.commands import make_parser, run
 from course.finetune.photos import read_folder
 from course.finetune.training import (
     FOR_SD,
@@ -46,9 +46,7 @@ from helpers import find_model, simulate_devices
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("course.finetune", __doc__)
     add = parser.add_argument
     add("images", type=Path, metavar="photos", help="a folder of pictures with captions")
     add("file", type=Path, help="the LoRA to write, FILE.safetensors")
@@ -84,22 +82,12 @@ def main(arguments: list[str] | None = None) -> int:
             add(name, action=argparse.BooleanOptionalAction, default=None, help=said)
         else:
             add(name, type=type(field.default), help=said)
-    options = parser.parse_args(arguments)
-    try:
-        fine_tune(options)
-    except jax.errors.JaxRuntimeError:
-        raise
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        sentence = " ".join(str(error).split())
-        print(sentence, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(
-            "Interrupted: the same command goes on from the last state that was saved.",
-            file=sys.stderr,
-        )
-        return 130
-    return 0
+    return run(
+        parser,
+        fine_tune,
+        arguments,
+        interrupted="Interrupted: the same command goes on from the last state that was saved.",
+    )
 
 
 def read_recipe(options: argparse.Namespace, config: Config) -> Recipe:
