@@ -36,7 +36,7 @@ from benchmarks.common import (
 from course import sd
 from course.finetune import photos, training
 from course.model.lora import merge
-from course.sd import lora
+from course.sd import lora, words
 from course.shapes import judge, scenes
 from helpers import bundled_checkpoint
 
@@ -82,7 +82,7 @@ def read_images(file: Path | None, kinds: dict = KINDS) -> dict[str, list]:
     """Draw each kind of captions, with a LoRA or without, and have the judge read the images."""
     params, config, tokenize = sd.load(bundled_checkpoint("shapes-sd").source)
     if file:
-        params, config, tokenize = lora.read_word(file, params, config, tokenize)
+        params, config, tokenize = words.read_word(file, params, config, tokenize)
         params = merge(params, lora.read_lora(file, params, config))
     draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
     found = {}
@@ -118,10 +118,10 @@ def fixed_losses(file: Path | None) -> dict[str, list[float]]:
     """The loss at each of the timesteps, with a LoRA or without."""
     params, config, tokenize = sd.load(bundled_checkpoint("shapes-sd").source)
     if file:
-        params, config, tokenize = lora.read_word(file, params, config, tokenize)
+        params, config, tokenize = words.read_word(file, params, config, tokenize)
         trained = {"lora": lora.read_lora(file, params, config)}
     else:
-        params, config, tokenize = lora.add_word(params, config, tokenize, SHAPE, "star")
+        params, config, tokenize = words.add_word(params, config, tokenize, SHAPE, "star")
         trained = {"lora": {}}
     loss_at = jax.jit(training.loss_at, static_argnames="config")
     found = {}
@@ -157,7 +157,7 @@ def train(folder: Path, way: str, seed: int) -> dict:
     subprocess.run(command, cwd=ROOT, env=os.environ | {"TUTORIAL_DEVICES": "1"}, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cores = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    written = target.stat().st_size + lora.word_file(target).stat().st_size
+    written = target.stat().st_size + words.word_file(target).stat().st_size
     return {
         "seconds": round(time.monotonic() - start),
         "core seconds": round(cores),
@@ -233,7 +233,7 @@ def ship(folder: Path) -> None:
         sys.exit(f"{file} is not there: give the --folder in which the first seed was trained.")
     SHIPPED.mkdir(exist_ok=True)
     shutil.copyfile(file, SHIPPED / f"{SHAPE}.safetensors")
-    shutil.copyfile(lora.word_file(file), SHIPPED / f"{SHAPE}.word.safetensors")
+    shutil.copyfile(words.word_file(file), SHIPPED / f"{SHAPE}.word.safetensors")
 
 
 def main() -> int:

@@ -37,9 +37,10 @@ from PIL.PngImagePlugin import PngInfo
 
 from course import sd
 from course.commands import make_parser, positive, run
+from course.model.tokens import say_what_is_not_read
 from course.sd.tokenizer import Encoder, read_tokenizer
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
-from helpers.inputs import unknown_words
+from helpers.inputs import say_what_is_unknown
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
 
@@ -204,19 +205,18 @@ def read_prompts(file: Path) -> list[dict]:
 
 
 def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -> Iterator[str]:
-    """What will not be drawn: the end of a long prompt, and words that a checkpoint never saw."""
-    most = encoder.room - 2  # without start and end
+    """Yield what will not be drawn: ends of long prompts, and words that a checkpoint never saw."""
     for row in rows:
-        ids = encoder.split(row["prompt"])
-        shown = row["prompt"] if len(row["prompt"]) < 60 else row["prompt"][:57] + "..."
-        if len(ids) > most:
-            yield f"Prompt {row['number']}, {shown!r}, has {len(ids)} tokens, and {most} are read."
-        if words is not None:
-            unknown = unknown_words(row["prompt"], words)
-            if unknown or not re.search(r"\w", row["prompt"]):
-                what = ", ".join(map(repr, unknown)) or "any of it"
-                known = "the bundled checkpoint never saw"
-                yield f"Prompt {row['number']}, {shown!r}: {known} {what}."
+        name = f"Prompt {row['number']}"
+        prompt = row["prompt"]
+        starts = [start for _, start in encoder.split_with_places(prompt)]
+        room = encoder.room - 2  # without start and end
+        too_long = say_what_is_not_read(prompt, starts, room, prompt=name)
+        if too_long:
+            yield too_long
+        unknown = say_what_is_unknown(prompt, words) if words is not None else None
+        if unknown:
+            yield f"{name}: {unknown}"
 
 
 def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:

@@ -16,7 +16,8 @@ from course.commands import make_parser, run
 from course.convert import DTYPES
 from course.model.files import stored_dtypes
 from course.model.lora import merge
-from course.sd.lora import read_lora, word_file
+from course.sd.lora import read_lora
+from course.sd.words import word_file
 from helpers import find_model
 
 

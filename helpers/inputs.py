@@ -135,19 +135,23 @@ def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
     known = tokenizer.init_kwargs.get("caption_words")
     if known is None:
         return
-    if unknown := unknown_words(prompt, known):
-        warnings.warn(
-            f"The bundled checkpoint never saw {', '.join(map(repr, unknown))}, so expect nothing "
-            f"sensible of {prompt!r}. It knows these words: {', '.join(known)}.",
-            stacklevel=3,
-        )
+    sentence = say_what_is_unknown(prompt, known)
+    if sentence:
+        warnings.warn(f"{sentence} It knows these words: {', '.join(known)}.", stacklevel=3)
 
 
-def unknown_words(prompt: str, known: list[str]) -> list[str]:
-    """List the words of a prompt that are not among the known ones, each once, in their order.
+def say_what_is_unknown(prompt: str, known: list[str]) -> str | None:
+    """Return a sentence on the words of a prompt that a bundled checkpoint never saw, if any.
 
-    >>> unknown_words("A red house", ["a", "red", "heart"])
-    ['house']
+    >>> say_what_is_unknown("A red house", ["a", "red", "heart"])
+    "The bundled checkpoint never saw 'house', so expect nothing sensible of 'A red house'."
     """
-    words = dict.fromkeys(re.findall(r"\w+", prompt.lower()))
-    return [word for word in words if word not in known]
+    words = dict.fromkeys(re.findall(r"\w+", prompt.lower()))  # each once, in their order
+    unknown = [word for word in words if word not in known]
+    if unknown:
+        what = ", ".join(map(repr, unknown))
+    elif prompt.strip() and not words:
+        what = "any of it"
+    else:
+        return None
+    return f"The bundled checkpoint never saw {what}, so expect nothing sensible of {prompt!r}."

@@ -85,7 +85,7 @@ def test_three_actors_draw_the_same_images_and_each_once(by_one, prompts, tmp_pa
     draw.draw_missing(options)
     output = capsys.readouterr()
     assert "7 prompts, of which 0 are drawn already" in output.out
-    assert "'画一颗红色的心': the bundled checkpoint never saw" in output.err
+    assert "The bundled checkpoint never saw '画一颗红色的心'" in output.err
     assert "has 125 tokens, and 75 are read" in output.err
     assert output.err.count("has 125 tokens") == 1
     for number in DRAWN:

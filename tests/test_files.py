@@ -22,7 +22,7 @@ import course.convert
 import helpers.models
 from course import flux2, sd
 from course.model.files import stack_layers, to_files, unstack_layers
-from course.sd import convert, lora
+from course.sd import convert, lora, words
 from course.sd.clip import EMBEDDINGS
 from helpers import bundled_checkpoint, find_model
 from tests.makers import common
@@ -89,7 +89,7 @@ class Bench:
             model = self.xl_params, self.xl_config, self.xl_tokenize
         else:
             model = self.params, self.config, self.tokenize
-        return lora.read_embedding(file, *model, **options)
+        return words.read_embedding(file, *model, **options)
 
 
 @pytest.fixture(scope="module")
@@ -532,7 +532,7 @@ def try_wrong_word(bench):
 
 
 def try_pt_word(bench):
-    lora.read_embedding(bench.place / "toy.pt", bench.params, bench.config, bench.tokenize)
+    words.read_embedding(bench.place / "toy.pt", bench.params, bench.config, bench.tokenize)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -27,8 +27,9 @@ from benchmarks import record_finetune
 from course import sd
 from course.finetune import photos, training
 from course.finetune.__main__ import main
+from course.model import files
 from course.model.lora import merge
-from course.sd import lora
+from course.sd import lora, words
 from course.shapes import judge, scenes
 from helpers import bundled_checkpoint
 
@@ -83,7 +84,7 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def lesson(small, folders):
     """The small model with the new word, its configuration, and the examples."""
-    params, config, tokenize = lora.add_word(*sd.load(small), "bowtie", "star")
+    params, config, tokenize = words.add_word(*sd.load(small), "bowtie", "star")
     new, old = (photos.read_folder(folders / name, 64, 64) for name in ("new", "old"))
     return params, config, training.make_data(params, config, tokenize, new, old, word=True)
 
@@ -207,14 +208,14 @@ def test_the_command_is_killed_and_goes_on(small, folders, tmp_path):
     assert process.returncode == -signal.SIGKILL and not file.exists()
     done = subprocess.run(started, capture_output=True, text=True, check=True)
     assert re.search(r"from step (10|20|30) on", done.stdout)
-    params, config, tokenize = lora.read_word(file, *sd.load(small))
+    params, config, tokenize = words.read_word(file, *sd.load(small))
     pairs = lora.read_lora(file, params, config)
     assert pairs["unet"].keys() == training.start_lora(params, training.Recipe())["unet"].keys()
     assert all(np.asarray(pair.up).any() for pair in pairs["unet"].values()), (
         "convolutions have learned, too"
     )
     tokens, channels = params["text_encoder"][training.EMBEDDINGS].shape
-    assert load_file(lora.word_file(file))["bowtie"].shape == (channels,)
+    assert load_file(words.word_file(file))["bowtie"].shape == (channels,)
     assert tokenize(["a bowtie"])[0, 0, 2] == tokens - 1
 
 
@@ -395,7 +396,7 @@ def test_a_state_of_something_else_is_not_resumed(study, lesson, small, tmp_path
 
 def test_a_word_is_one_token_wherever_it_stands():
     params, config, tokenize = sd.load(SOURCE)
-    _, its_config, with_word = lora.add_word(params, config, tokenize, "bowtie", "star")
+    _, its_config, with_word = words.add_word(params, config, tokenize, "bowtie", "star")
     number = its_config.text[0].vocab_size - 1
     assert number == config.text[0].vocab_size
     prompts = [
@@ -414,7 +415,7 @@ def test_a_word_is_one_token_wherever_it_stands():
     with pytest.warns(UserWarning, match="A prompt has 80 tokens, and 75 are read: not 'bowtie"):
         assert with_word(["bowtie " * 80])[0, 0, -1] == star[0, 0, -1]
     with pytest.raises(ValueError, match="gets no new word here"):
-        lora.add_word(*sd.load(SOURCE.parent / "shapes-sdxl"), "bowtie", "star")
+        words.add_word(*sd.load(SOURCE.parent / "shapes-sdxl"), "bowtie", "star")
 
 
 def test_the_word_of_a_different_model_is_refused(tmp_path):
@@ -422,13 +423,13 @@ def test_the_word_of_a_different_model_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"has a vector of \(768,\), and this model's have 64 numbers"
     ):
-        lora.read_word(tmp_path / "lora.safetensors", *sd.load(SOURCE))
+        words.read_word(tmp_path / "lora.safetensors", *sd.load(SOURCE))
     save_file(
         {word: np.zeros(64, np.float32) for word in ("bowtie", "house")},
         tmp_path / "lora.word.safetensors",
     )
     with pytest.raises(ValueError, match="has 2 arrays: give one with one array"):
-        lora.read_word(tmp_path / "lora.safetensors", *sd.load(SOURCE))
+        words.read_word(tmp_path / "lora.safetensors", *sd.load(SOURCE))
 
 
 def test_text_encoders_that_do_not_train_run_once_and_xl_has_zeros_for_no_caption():
@@ -492,7 +493,7 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
         Path(file).write_bytes(b"half of it")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(lora, "save_file", fill_disk)
+    monkeypatch.setattr(files, "save_file", fill_disk)
     with pytest.raises(OSError, match="No space left"):
         lora.save_lora(tmp_path / "lora.safetensors", pairs, config)
     assert (tmp_path / "lora.safetensors").read_bytes() == before
@@ -504,7 +505,7 @@ def test_the_shipped_lora_draws_bow_ties_and_forgets_nothing():
     few = {kind: captions[:8] for kind, captions in record_finetune.KINDS.items()}
     found = record_finetune.score(record_finetune.read_images(SHIPPED, few), few)
     assert min(found.values()) >= 0.5, found
-    assert SHIPPED.stat().st_size + lora.word_file(SHIPPED).stat().st_size <= 1.5e6
+    assert SHIPPED.stat().st_size + words.word_file(SHIPPED).stat().st_size <= 1.5e6
 
 
 def test_the_record_has_every_seed_and_keeps_what_the_course_promises():
@@ -522,7 +523,7 @@ def test_the_record_has_every_seed_and_keeps_what_the_course_promises():
 
 def test_pytorch_draws_the_same_with_the_shipped_files():
     recorded = np.load(FIXTURES / "pytorch-finetune.npz")
-    params, config, tokenize = lora.read_word(SHIPPED, *sd.load(SOURCE))
+    params, config, tokenize = words.read_word(SHIPPED, *sd.load(SOURCE))
     prompts = [str(prompt) for prompt in recorded["prompts"]]
     ids = tokenize(prompts)
     assert np.array_equal(ids[:, 0], recorded["ids"])

@@ -41,7 +41,8 @@ from course.finetune.training import (
     usual_recipe,
 )
 from course.sd import Config
-from course.sd.lora import add_word, save_lora, save_word, word_file
+from course.sd.lora import save_lora
+from course.sd.words import add_word, save_word, word_file
 from helpers import find_model, simulate_devices
 
 

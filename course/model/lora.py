@@ -329,7 +329,7 @@ def save_pairs(
         It is there whole or not at all. Its folder is made if it is not there.
     lora : dict
         For each part, pairs by the name of the weight that they change.
-    name_layer : function
+    name_layer : callable
         What the file shall call a layer.
     dtype : dtype
         Of what is written.

@@ -15,8 +15,10 @@ def check_prompts(prompts: Any) -> None:
         raise TypeError(f"Give a list of prompts: [{prompts!r}]")
 
 
-def warn_of_length(text: str, starts: list[int], room: int, around: str = "") -> None:
-    """Warn of the end of a prompt that is too long, and that is not read.
+def say_what_is_not_read(
+    text: str, starts: list[int], room: int, around: str = "", prompt: str = "A prompt"
+) -> str | None:
+    """Return a sentence on the end of a prompt that is too long, or None if all of it is read.
 
     Parameters
     ----------
@@ -26,16 +28,20 @@ def warn_of_length(text: str, starts: list[int], room: int, around: str = "") ->
         Where in the text each token starts.
     room : int
         How many tokens are read.
-    around : str
-        What stands around the prompt, for the message.
+    around, prompt : str
+        What stands around the prompt, and which prompt it is, for the sentence.
     """
     if len(starts) <= room:
-        return
+        return None
     lost = text[starts[room] :].strip()
-    warnings.warn(
-        f"A prompt has {len(starts)} tokens{around}, and {room} are read: not {lost!r}.",
-        stacklevel=3,  # whoever called the tokenizer
-    )
+    return f"{prompt} has {len(starts)} tokens{around}, and {room} are read: not {lost!r}."
+
+
+def warn_of_length(text: str, starts: list[int], room: int, around: str = "") -> None:
+    """Warn of the end of a prompt that is too long, as ``say_what_is_not_read`` says it."""
+    sentence = say_what_is_not_read(text, starts, room, around)
+    if sentence:
+        warnings.warn(sentence, stacklevel=3)  # whoever called the tokenizer
 
 
 def read_splitter(file: Path) -> tokenizers.Tokenizer:
