@@ -55,7 +55,7 @@ lint: .venv/installed  ## check the style of code and notebooks, what is importe
 	@$(BIN)/ruff format --check .
 	@$(BIN)/deptry .
 	@$(BIN)/deptry helpers course notebooks --ignore DEP002 \
-	--optional-dependencies-dev-groups lab,docs,test,dev,train
+	--optional-dependencies-dev-groups lab,docs,test,dev
 	@$(BIN)/python -m tools.translations --check
 
 test: lint  ## lint, execute the chapters (without a network, where the system allows it), and run the tests
@@ -83,17 +83,8 @@ workshop: .venv/installed  ## write the student set and the instructor set, into
 translations: .venv/installed  ## renew the Chinese edition, and list what to translate (ARGS='--start notebooks/08_*.ipynb')
 	@$(BIN)/python -m tools.translations $(ARGS)
 
-# Training needs PyTorch, which nothing else here does, so it has an environment of its own.
-.venv-train/installed: requirements.lock pyproject.toml
-	@$(CHECK_PYTHON)
-	@echo "Creating .venv-train with PyTorch (a few minutes, once) ..."
-	@$(PYTHON) -m venv .venv-train
-	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	@.venv-train/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[train]'
-	@touch $@
-
-checkpoints: .venv-train/installed  ## train the bundled checkpoints anew (a day on 2 cores; ARGS=--compile is faster; resumable)
-	@.venv-train/bin/python -m training $(ARGS)
+checkpoints: .venv/installed  ## train the bundled checkpoints anew, into build/training (about a day on 2 cores; resumable)
+	@$(BIN)/python -m lab.train $(ARGS)
 
 LOCK := $(BIN)/python -m uv pip compile --quiet --generate-hashes --no-annotate --no-emit-index-url --no-emit-find-links \
 --custom-compile-command "make lock" $(ARGS)
@@ -133,4 +124,4 @@ tpu-report: .venv/installed  ## ask the TPU compiler about the real models (many
 	@$(BIN)/python -m benchmarks.record_tpu $(ARGS)
 
 clean:  ## remove what these commands made
-	rm -rf .venv .venv-train build dist
+	rm -rf .venv build dist

@@ -1,7 +1,7 @@
 """Record how fast the bundled checkpoint draws on this CPU: ``benchmarks/cpu.json``.
 
 Programs draw the same images in turn: diffusers' Flax pipeline, the model of ``course.sd``
-with fewer and fewer steps, and, if there is a ``.venv-train``, PyTorch's diffusers, as it is and
+with fewer and fewer steps, and, if there is a ``.venv-pytorch``, PyTorch's diffusers, as it is and
 compiled. Ratios are medians over neighbours in time. How many captions a setting draws right is
 from ``benchmarks/steps.json``. It takes about five minutes on 2 cores, which must have nothing else
 to do: on a busy machine PyTorch loses far more than JAX. Chapter 12 shows it.
@@ -27,7 +27,7 @@ from course import sd
 from helpers import find_data, quiet_warnings
 
 TARGET = FOLDER / "cpu.json"
-PYTORCH = ROOT / ".venv-train" / "bin" / "python"
+PYTORCH = ROOT / ".venv-pytorch" / "bin" / "python"
 BATCH = 8
 ROUNDS = 5
 SAMPLER = "ddim"  # what is usual here

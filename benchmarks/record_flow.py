@@ -8,7 +8,7 @@ When nothing is left, the pictures and the tables of its card are made anew. All
 ten minutes on 2 cores.
 
 ``--work FOLDER`` first adds what was judged while a model was trained in this folder, by
-``training.flow``, to ``benchmarks/flow_runs.json``.
+``lab.train``, to ``benchmarks/flow_runs.json``.
 """
 
 import functools
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +43,9 @@ from course.flux2.configs import TransformerConfig
 from course.flux2.tokenizer import Tokenizer
 from course.shapes import judge, scenes
 from helpers import image_grid
-from training import flow, qwen
-from training.pictures import save
+from lab.train import data, flow, loop
+from lab.train.cards import save_picture
+from lab.train.tokenizers import QWEN_LENGTH, learn_qwen
 
 TARGET = FOLDER / "flow.json"
 RUNS = FOLDER / "flow_runs.json"
@@ -143,7 +143,7 @@ def record_losses() -> None:
     """The loss at several times, on scenes of the training and on as many new ones."""
     judges, params = load()
     encode = jax.jit(flux2.encode_images, static_argnums=1)
-    side = flow.PIXELS // flow.CONFIG.vae.pixels_per_token
+    side = data.PIXELS // flow.CONFIG.vae.pixels_per_token
 
     @jax.jit
     def loss_at(clean: jax.Array, text: jax.Array, t: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ def record_losses() -> None:
         return jnp.square(predicted - (noise - clean)).mean()
 
     losses = {}
-    seen = scenes.training_scenes(flow.Recipe().pool, flow.POOL_SEED)[:LOSS_SCENES]
+    seen = scenes.training_scenes(flow.RECIPE.pool, data.POOL_SEED)[:LOSS_SCENES]
     new = scenes.training_scenes(LOSS_SCENES, seed=99)
     for kind, some in (("training", seen), ("new", new)):
         images = np.stack([scenes.render(scene) for scene in some])
@@ -182,7 +182,7 @@ def add_run(folder: Path) -> None:
     """
     run = read_json(folder / "run.json", default=None)
     if run is None:
-        raise SystemExit(f"{folder} holds no training: run python -m training.flow first.")
+        raise SystemExit(f"{folder} holds no training: run python -m lab.train shapes-flux2 first.")
     losses, judged = [], []
     cpu_seconds = 0.0
     lines = (folder / "log.jsonl").read_text().splitlines()
@@ -216,13 +216,13 @@ def measure_step(run: dict, steps: int = 10) -> dict:
     sizes = TransformerConfig(
         **{name: tuple(v) if isinstance(v, list) else v for name, v in run["transformer"].items()}
     )
-    recipe = replace(flow.Recipe(), batch=run["batch"], edits=run["batch"] // 8)
+    recipe = replace(flow.RECIPE, batch=run["batch"], edits=run["batch"] // 8)
     rng = np.random.default_rng(0)
     count = 1_000
     tokens = jnp.float16(rng.normal(size=(count, 16, sizes.in_channels)))
-    attributes = jnp.zeros((count, len(flow.OPTIONS)), jnp.int32)
-    ids, mask = Tokenizer(qwen.build(), qwen.MAX_LENGTH)(flow.all_captions())
-    data = {
+    attributes = jnp.zeros((count, len(data.OPTIONS)), jnp.int32)
+    ids, mask = Tokenizer(learn_qwen(), QWEN_LENGTH)(data.all_captions())
+    arrays = {
         "tokens": tokens,
         "attributes": attributes,
         "before": tokens,
@@ -232,17 +232,16 @@ def measure_step(run: dict, steps: int = 10) -> dict:
         "ids": jnp.asarray(ids),
         "mask": jnp.asarray(mask),
     }
+    task = flow.make_task(recipe, replace(flow.CONFIG, transformer=sizes))
+    step = loop.make_step(task)
+    state = loop.initial_state(task)
     seconds, cpu_seconds = [], []
-    with mock.patch.object(flow, "CONFIG", replace(flow.CONFIG, transformer=sizes)):
-        optimizer = flow.make_optimizer(recipe)
-        step = flow.make_step(recipe, optimizer)
-        state = jax.jit(lambda: flow.initial_state(recipe, optimizer))()
-        for number in range(3 + steps):
-            started, cpu = time.perf_counter(), time.process_time()
-            state, loss = step(state, number, data)
-            loss.block_until_ready()
-            seconds.append(time.perf_counter() - started)
-            cpu_seconds.append(time.process_time() - cpu)
+    for number in range(3 + steps):
+        started, cpu = time.perf_counter(), time.process_time()
+        state, loss = step(state, number, arrays)
+        loss.block_until_ready()
+        seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - cpu)
     measured = {
         "seconds": round(float(np.median(seconds[3:])), 3),
         "cpu_seconds": round(float(np.median(cpu_seconds[3:])), 3),
@@ -414,11 +413,11 @@ def draw_pictures() -> None:
     captions = [scenes.caption(**named) for named in judges.asked[:shown]]
     usual = USUAL["steps"], USUAL["guidance"]
     drawn = judges.draw(params, *usual)
-    save(image_grid(drawn[:shown], captions=captions), CHECKPOINT / "samples.png")
+    save_picture(image_grid(drawn[:shown], captions=captions), CHECKPOINT / "samples.png")
     edited = judges.draw(params, *usual, edit=True)
     rows = np.concatenate([np.asarray(judges.before[:8]), edited[:8]])
     captions = [""] * 8 + judges.changes[:8]
-    save(image_grid(rows, columns=8, captions=captions), CHECKPOINT / "edits.png")
+    save_picture(image_grid(rows, columns=8, captions=captions), CHECKPOINT / "edits.png")
 
 
 def draw_trainings() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from course.shapes import judge, scenes
 from helpers import create_key
-from training import tokenizer
+from lab.train import tokenizers
 
 CAPTIONS = []
 for k, (color, shape, background) in enumerate(scenes.combinations()[::20][:32]):
@@ -70,7 +70,7 @@ def test_the_tokenizer_has_every_byte_and_its_own_words(pipeline):
 
 
 def test_the_tokenizer_is_the_one_that_training_makes(checkpoint, tmp_path):
-    tokenizer.write(tmp_path)
+    tokenizers.write_clip(tmp_path)
     for made in tmp_path.iterdir():
         shipped = Path(checkpoint.source) / "tokenizer" / made.name
         assert made.read_text() == shipped.read_text(), made.name

@@ -138,7 +138,7 @@ def test_away_from_the_clone_everything_is_found_and_the_judge_needs_no_pytorch(
 
 
 # Who may import whom.
-ROOMS = ("helpers", "course", "training", "benchmarks", "tools", "tests")
+ROOMS = ("helpers", "course", "lab", "benchmarks", "tools", "tests")
 MAY_IMPORT = {
     "helpers": ("helpers",),
     "course": ("course", "helpers"),

@@ -136,12 +136,17 @@ def encode_latents(
 
 
 def decode_latents(
-    p: dict, config: AutoencoderConfig, latents: jax.Array, attention: str | Callable = "plain"
+    p: dict,
+    config: AutoencoderConfig,
+    latents: jax.Array,
+    attention: str | Callable = "plain",
+    clip: bool = True,
 ) -> jax.Array:
     """Return the images of latents.
 
     Latents, as the encoder gives them, are (batch, height, width, latent channels). Images are from
-    0 to 1, (batch, 8 height, 8 width, 3), float32.
+    0 to 1, (batch, 8 height, 8 width, 3), float32. Training leaves ``clip`` out: what is clipped
+    has no gradient.
     """
     levels = len(config.block_out_channels)
     groups = config.norm_num_groups
@@ -157,7 +162,8 @@ def decode_latents(
                 x = conv(p, f"{name}.upsamplers.0.conv", upsample(x))
         x = jax.nn.silu(group_norm(p, "decoder.conv_norm_out", x, groups, EPSILON))
         x = conv(p, "decoder.conv_out", x)
-        return (x.astype(jnp.float32) / 2 + 0.5).clip(0, 1)
+        images = x.astype(jnp.float32) / 2 + 0.5
+        return images.clip(0, 1) if clip else images
 
 
 def _middle(p: dict, name: str, x: jax.Array, groups: int, attention: str | Callable) -> jax.Array:

@@ -21,9 +21,9 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu,
 from safetensors.numpy import load_file
 from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from lab.train.tokenizers import QWEN_LENGTH, write_qwen
 from tests.makers.common import FIXTURES, made_up, made_up_input, to_16_bits
 from tests.makers.pipelines import versions
-from training import qwen
 
 # As diffusers' scripts/convert_flux2_to_diffusers.py has FLUX.2-klein-4B, Qwen3-4B its config.json,
 # and AutoencoderKLFlux2 its defaults.
@@ -133,7 +133,7 @@ def fill(module: torch.nn.Module) -> torch.nn.Module:
 
 def build_pipeline(folder: Path) -> diffusers.Flux2KleinPipeline:
     """A pipeline with made-up parameters, which has been saved to a folder."""
-    qwen.write(folder / "tokenizer")
+    write_qwen(folder / "tokenizer")
     tokenizer = Qwen2TokenizerFast.from_pretrained(folder / "tokenizer")
     text = Qwen3Config(vocab_size=len(tokenizer), **TEXT)
     vae = fill(diffusers.AutoencoderKLFlux2(**VAE))
@@ -198,7 +198,7 @@ def run_transformer(pipeline: diffusers.Flux2KleinPipeline) -> dict:
 def run_text(pipeline: diffusers.Flux2KleinPipeline) -> dict:
     """What the transformer gets of prompts of several lengths."""
     encoded, _ = pipeline.encode_prompt(
-        PROMPTS, max_sequence_length=qwen.MAX_LENGTH, text_encoder_out_layers=READ_LAYERS
+        PROMPTS, max_sequence_length=QWEN_LENGTH, text_encoder_out_layers=READ_LAYERS
     )
     return {"prompts": PROMPTS, "encoded": encoded}
 
@@ -254,7 +254,7 @@ def draw(pipeline: diffusers.Flux2KleinPipeline, height: int, width: int, **opti
         height=height,
         width=width,
         num_inference_steps=STEPS,
-        max_sequence_length=qwen.MAX_LENGTH,
+        max_sequence_length=QWEN_LENGTH,
         text_encoder_out_layers=READ_LAYERS,
         output_type="np",
         **options,

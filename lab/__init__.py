@@ -1,0 +1,1 @@
+"""What makes and measures the course, and is not installed with it."""

@@ -1,0 +1,1 @@
+"""Makes the bundled checkpoints, in JAX: ``python -m lab.train``."""

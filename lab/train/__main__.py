@@ -1,0 +1,108 @@
+"""Make the bundled checkpoints from nothing: ``make checkpoints``.
+
+Every part is seeded and resumable: run the same command again after an interruption, and it goes
+on. All models use the VAE that is trained before them, or that of ``checkpoints/shapes-sd`` if
+"vae" is not chosen. The bundled checkpoints stay as they are, unless ``--to`` names their folder.
+
+The checkpoints' cards, README.md, are written by hand. When the training has ended,
+``python -m lab.train.evaluate FOLDER --draw FOLDER`` gives a card's scores and pictures, and
+``python -m benchmarks.record_flow`` those of shapes-flux2.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from course import sd
+from lab.train import export, flow, loop, unet, vae
+from lab.train.cards import draw_losses
+from lab.train.data import CHECKPOINTS, ROOT
+
+PARTS = ("vae", "shapes-sd", "shapes-sdxl", "shapes-flux2")
+MOST_SHORTENED = 1_000  # beyond this, there are fewer scenes than a batch has
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    add("--work", type=Path, help="folder to resume from (default: build/training)")
+    add("--to", type=Path, help="folder for the checkpoints (default: WORK/checkpoints)")
+    add(
+        "--shorten",
+        type=int,
+        default=1,
+        metavar="N",
+        help="an Nth of all steps and scenes, to try the way from end to end",
+    )
+    options = parser.parse_args(arguments)
+    for part in options.parts:
+        if part not in PARTS:
+            parser.error(f"There is no part {part!r}: choose from {', '.join(PARTS)}.")
+    if not 1 <= options.shorten <= MOST_SHORTENED:
+        parser.error(f"--shorten is {options.shorten}: choose from 1 to {MOST_SHORTENED}.")
+    default = "training" if options.shorten == 1 else f"shortened-{options.shorten}"
+    options.parts = options.parts or PARTS
+    options.work = options.work or ROOT / "build" / default
+    options.to = options.to or options.work / "checkpoints"
+    return options
+
+
+def shorten(recipe: loop.Recipe, by: int) -> loop.Recipe:
+    """Return a recipe with a part of the steps and scenes."""
+    shorter = replace(
+        recipe,
+        steps=recipe.steps // by,
+        cooldown=recipe.cooldown // by,
+        pool=recipe.pool // by,
+    )
+    if isinstance(recipe, flow.Recipe):
+        shorter = replace(shorter, pairs=recipe.pairs // by)
+    return shorter
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    work = options.work
+    bundled, config, tokenize = sd.load(CHECKPOINTS / "shapes-sd")
+    of_vae = bundled["vae"]
+    if "vae" in options.parts:
+        recipe = shorten(vae.RECIPE, options.shorten)
+        of_vae = vae.train(work / "vae", recipe, config.vae)
+
+    if "shapes-sd" in options.parts or "shapes-sdxl" in options.parts:
+        recipe = shorten(unet.FIRST, options.shorten)
+        first = unet.train(work / "shapes-sd-first", recipe, config, tokenize, of_vae)
+    if "shapes-sd" in options.parts:
+        recipe = shorten(unet.SD, options.shorten)
+        params = unet.train(work / "shapes-sd", recipe, config, tokenize, of_vae, first)
+        write(params, options.to / "shapes-sd")
+        losses = {"UNet": [work / "shapes-sd-first", work / "shapes-sd"]}
+        if "vae" in options.parts:
+            losses = {"autoencoder": [work / "vae"]} | losses
+        draw_losses(losses, options.to / "shapes-sd" / "loss.png")
+    if "shapes-sdxl" in options.parts:
+        recipe = shorten(unet.SDXL, options.shorten)
+        _, xl, tokenize = sd.load(CHECKPOINTS / "shapes-sdxl")
+        params = unet.train(work / "shapes-sdxl", recipe, xl, tokenize, of_vae, first)
+        write(params, options.to / "shapes-sdxl")
+        draw_losses({"UNet": [work / "shapes-sdxl"]}, options.to / "shapes-sdxl" / "loss.png")
+    if "shapes-flux2" in options.parts:
+        recipe = shorten(flow.RECIPE, options.shorten)
+        params = flow.train(work / "flux2", recipe, flow.CONFIG, of_vae)
+        write(params, options.to / "shapes-flux2")
+
+
+def write(params: dict[str, dict[str, jax.Array]], folder: Path) -> None:
+    """Write a checkpoint in the format of the bundled one of the same name."""
+    to_folder = export.export_flux2 if folder.name == "shapes-flux2" else export.export_sd
+    to_folder(params, CHECKPOINTS / folder.name, folder)
+    print(f"Wrote {folder}.")
+
+
+if __name__ == "__main__":
+    main()

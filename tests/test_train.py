@@ -1,0 +1,308 @@
+"""Training in small: the loop, the models that it trains, and the folders that are written."""
+
+import functools
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from course import flux2, sd
+from course.model.autoencoder import decode_latents, encode_latents
+from course.shapes import scenes
+from lab.train import data, export, flow, loop, unet, vae
+from lab.train.data import CHECKPOINTS, PIXELS
+from lab.train.judging import make_drawing
+from tests.makers.files import edit_json
+
+RECIPE = loop.Recipe(steps=6, cooldown=3, peak=2e-3, warmup=2, batch=4, pool=40)
+FLOW = flow.Recipe(steps=6, cooldown=3, peak=1e-3, warmup=2, batch=8, edits=2, pool=64, pairs=16)
+SMALL = {
+    "unet": {
+        "block_out_channels": (32,),
+        "attention_head_dim": 2,
+        "down_block_types": ("CrossAttnDownBlock2D",),
+        "up_block_types": ("CrossAttnUpBlock2D",),
+    },
+    "vae": {"block_out_channels": (8, 16), "norm_num_groups": 4},
+    "transformer": {"num_attention_heads": 2, "num_single_layers": 1},
+}
+
+
+@functools.cache
+def bundled(name: str) -> tuple:
+    return sd.load(CHECKPOINTS / name)
+
+
+def train(name: str, folder: Path) -> dict:
+    """Train a model with few channels, and else as the bundled one of this name."""
+    _, config, tokenize = bundled("shapes-sdxl" if name == "shapes-sdxl" else "shapes-sd")
+    of_vae = bundled("shapes-sd")[0]["vae"]
+    if name == "vae":
+        return {"vae": vae.train(folder, RECIPE, replace(config.vae, **SMALL["vae"]), judged=4)}
+    if name == "shapes-flux2":
+        transformer = replace(flow.CONFIG.transformer, **SMALL["transformer"])
+        config = replace(flow.CONFIG, transformer=transformer)
+        return flow.train(folder, FLOW, config, of_vae, judged=4)
+    config = replace(config, unet=replace(config.unet, **SMALL["unet"]))
+    earlier = None
+    if config.is_xl:  # it starts from the bundled model, as far as that fits
+        earlier = {part: bundled("shapes-sd")[0][part] for part in ("unet", "text_encoder")}
+    return unet.train(folder, RECIPE, config, tokenize, of_vae, earlier, judged=4)
+
+
+class Run(NamedTuple):
+    """A training from the beginning to the end."""
+
+    name: str
+    folder: Path
+    params: dict
+    task: loop.Task
+    data: dict[str, jax.Array]
+
+
+@pytest.fixture(scope="module", params=["vae", "shapes-sd", "shapes-sdxl", "shapes-flux2"])
+def run(request, tmp_path_factory):
+    seen = {}
+    train_by_loop = loop.train
+
+    def train_and_see(folder, task, data, judge):
+        seen.update(task=task, data=data)
+        return train_by_loop(folder, task, data, judge)
+
+    folder = tmp_path_factory.mktemp("train") / request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "SAVE_EVERY", 2)
+        patch.setattr(loop, "train", train_and_see)
+        yield Run(request.param, folder, train(request.param, folder), **seen)
+
+
+def test_a_run_that_was_cut_off_takes_the_same_steps(run, monkeypatch):
+    folder = run.folder.with_name("cut")
+    folder.mkdir()
+    for file in run.folder.glob("*.npz"):
+        shutil.copyfile(file, folder / file.name)
+    make_step = loop.make_step
+    taken = []
+
+    def make_cut_step(task):
+        step = make_step(task)
+
+        def cut_step(state, number, data):
+            if len(taken) == 3:
+                raise KeyboardInterrupt
+            taken.append(number)
+            return step(state, number, data)
+
+        return cut_step
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_step", make_cut_step)
+        with pytest.raises(KeyboardInterrupt):
+            train(run.name, folder)
+    assert taken == [0, 1, 2]
+    resumed = train(run.name, folder)
+    assert jax.tree.structure(resumed) == jax.tree.structure(run.params)
+    for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(run.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_loss_falls(run):
+    batch = run.task.random_batch(jax.random.key(9), run.data)
+    loss = jax.jit(lambda params: run.task.loss(params, batch))
+    before = run.task.start(jax.random.key(run.task.recipe.seed))
+    after = {part: run.params[part] for part in before}
+    assert float(loss(after)) < 0.99 * float(loss(before))
+
+
+def test_the_log_has_what_was_judged(run):
+    rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == rows[-2]["step"] == run.task.recipe.steps
+    assert np.isfinite(rows[-2]["loss"])
+    if run.name == "vae":
+        assert rows[-1]["psnr"].keys() == {"mean", "worst"}
+        assert rows[-1]["restored"]["pictures"] == 4
+    else:
+        assert rows[-1]["drawn"].keys() == {"right", *scenes.ATTRIBUTES, "refused"}
+
+
+@pytest.fixture
+def like(run, tmp_path) -> Path:
+    """A folder with the configuration of the small model of a run."""
+    if run.name == "vae":
+        pytest.skip("a VAE is written as a part of a model")
+    folder = tmp_path / "like"
+    only_json = shutil.ignore_patterns("*.msgpack", "*.safetensors", "*.md", "*.png")
+    shutil.copytree(CHECKPOINTS / run.name, folder, ignore=only_json)
+    part = "transformer" if run.name == "shapes-flux2" else "unet"
+    edit_json(folder / part / "config.json", lambda options: options | SMALL[part])
+    return folder
+
+
+def test_what_is_exported_loads_as_it_was_trained_and_draws(run, like, tmp_path):
+    if run.name == "shapes-flux2":
+        export.export_flux2(run.params, like, tmp_path / "to")
+        params, config, tokenize = flux2.load(tmp_path / "to", jnp.float32)
+        assert tokenize(["a red heart"])[0].shape == (1, 20)
+        images = flow.Judge(params["vae"], 4, config).draw(params, steps=2, guidance=3.0)
+        expected = jax.tree.map(lambda value: value.astype(jnp.bfloat16), run.params)
+    else:
+        export.export_sd(run.params, like, tmp_path / "to")
+        params, config, tokenize = sd.load(tmp_path / "to")
+        images = make_drawing(config, tokenize)(params, ["a red heart"] * 4, 2)
+        expected = run.params
+    for part, values in expected.items():
+        for name, value in values.items():
+            np.testing.assert_array_equal(params[part][name], value, name)
+    assert images.shape == (4, PIXELS, PIXELS, 3)
+    assert np.isfinite(images).all()
+
+
+@pytest.mark.parametrize("name", ["shapes-sd", "shapes-sdxl", "shapes-flux2"])
+def test_the_export_of_a_bundled_checkpoint_has_the_same_bytes(name, tmp_path):
+    """So what is trained anew is read by all that reads the bundled ones: Flax, and diffusers."""
+    like = CHECKPOINTS / name
+    if name == "shapes-flux2":
+        export.export_flux2(flux2.load(like, jnp.bfloat16)[0], like, tmp_path)
+    else:
+        export.export_sd(bundled(name)[0], like, tmp_path)
+    written = {file.relative_to(tmp_path) for file in tmp_path.rglob("*") if file.is_file()}
+    bundled_files = {file.relative_to(like) for file in like.rglob("*") if file.is_file()}
+    assert written == {file for file in bundled_files if file.suffix not in (".md", ".png")}
+    for file in written:
+        # Which of two equal forms it has depended on what was saved before it.
+        if name != "shapes-sdxl" or file.name != "special_tokens_map.json":
+            assert (tmp_path / file).read_bytes() == (like / file).read_bytes(), file
+
+
+def test_a_folder_with_another_training_is_refused(tmp_path):
+    about = {"batch": 8, "vae": "a hash", "sizes": (1, 2)}
+    loop.note_training(tmp_path, about)
+    loop.note_training(tmp_path, about)
+    with pytest.raises(SystemExit, match="holds a training with another batch: remove it"):
+        loop.note_training(tmp_path, about | {"batch": 16})
+    with pytest.raises(SystemExit, match="holds a training with another vae"):
+        loop.note_training(tmp_path, about | {"vae": "another hash"})
+    (tmp_path / "run.json").write_text('{"device": "cpu"}')
+    with pytest.raises(SystemExit, match="holds a training by an older version: remove"):
+        loop.note_training(tmp_path, about)
+
+
+def test_the_learning_rate_rises_and_falls_to_zero():
+    recipe = replace(RECIPE, steps=1000, cooldown=400, peak=2.0, warmup=100)
+    rate = loop.learning_rate(recipe)
+    rates = [float(rate(step)) for step in (50, 100, 600, 800, 1000)]
+    assert rates == pytest.approx([1, 2, 2, 1, 0], abs=1e-3)
+
+
+def test_muon_steps_matrices_and_adamw_the_rest():
+    _, config, _ = bundled("shapes-sd")
+    matrices = loop.matrices_of(sd.model_parameters(config))
+    attention = "mid_block.attentions.0.transformer_blocks.*.attn1.to_q.weight"
+    assert matrices["unet"][attention][:2] == ((1,), 2)  # axis 0 is that of the layers
+    assert matrices["unet"]["conv_in.weight"][:2] == ((0, 1, 2), 3)
+    assert matrices["unet"]["conv_in.bias"] is None
+    assert matrices["unet"]["conv_norm_out.weight"] is None
+    embeddings = "text_model.embeddings.token_embedding.weight"
+    assert matrices["text_encoder"][embeddings] is None
+    norm = "text_model.encoder.layers.*.layer_norm1.weight"
+    assert matrices["text_encoder"][norm] is None
+
+
+def test_captions_are_numbered_as_they_are_listed():
+    captions = data.all_captions()
+    scene = scenes.Scene("small", "red", "heart", "white")
+    attributes = jnp.array([data.attribute_indices(scene)])
+    for named in ((1, 1, 1, 1), (0, 1, 0, 1), (0, 0, 0, 0)):
+        number = int(data.caption_number(attributes, jnp.array([named], bool))[0])
+        said = {
+            name: getattr(scene, name) if is_named else None
+            for name, is_named in zip(data.OPTIONS, named, strict=True)
+        }
+        assert captions[number] == scenes.caption(**said)
+        assert data.attributes_of(number) == said
+
+
+def test_captions_name_all_some_or_nothing():
+    attributes = jnp.zeros((10_000, 4), jnp.int32)
+    numbers = data.random_captions(jax.random.key(0), attributes, full=0.5)
+    counts = [sum(map(bool, data.attributes_of(int(number)).values())) for number in numbers]
+    shares = np.bincount(counts, minlength=5) / len(counts)
+    some = 0.4 * 0.65 ** np.arange(5) * 0.35 ** np.arange(5)[::-1] * [1, 4, 6, 4, 1]
+    np.testing.assert_allclose(shares, some + np.array([0.1, 0, 0, 0, 0.5]), atol=0.015)
+
+
+def test_every_other_timestep_is_in_the_middle():
+    timesteps = unet.random_timesteps(jax.random.key(0), 1000, 1000)
+    assert timesteps.dtype == jnp.int32
+    np.testing.assert_array_equal(timesteps[::2], np.arange(0, 1000, 2))
+    assert unet.MIDDLE[0] <= timesteps[1] < timesteps[-1] < unet.MIDDLE[1]
+    assert float(timesteps[1::2].mean()) == pytest.approx(np.mean(unet.MIDDLE), abs=2)
+
+
+def test_most_empty_captions_of_sdxl_are_not_encoded():
+    _, config, _ = bundled("shapes-sdxl")
+    arrays = {
+        "latents": jnp.zeros((10, 8, 8, 4)),
+        "attributes": jnp.zeros((10, 4), jnp.int32),
+        "ids": jnp.arange(len(data.all_captions())),  # a number in place of each caption's tokens
+    }
+    batch = unet.random_batch(jax.random.key(0), arrays, replace(RECIPE, batch=5000), config)
+    is_empty = np.asarray(batch.ids == len(arrays["ids"]) - 1)
+    assert batch.is_shown[~is_empty].all()
+    share = float(batch.is_shown[is_empty].mean())
+    assert share == pytest.approx(unet.EMPTY_BUT_ENCODED, abs=0.06)
+
+
+def test_a_model_starts_from_what_fits_of_an_earlier_one():
+    layers = "text_model.encoder.layers.*.layer_norm1.bias"
+    params = {"text_encoder": {layers: jnp.zeros((3, 4)), "other": jnp.zeros(2)}}
+    earlier = {
+        "text_encoder": {layers: jnp.ones((2, 4)), "other": jnp.ones(3), "more": jnp.ones(1)},
+        "unet": {"conv_in.bias": jnp.ones(1)},
+    }
+    started = jax.jit(unet.start_from)(params, earlier)
+    np.testing.assert_array_equal(started["text_encoder"][layers].mean(axis=1), [1, 1, 0])
+    np.testing.assert_array_equal(started["text_encoder"]["other"], [0, 0])
+    assert started.keys() == {"text_encoder"}
+    assert started["text_encoder"].keys() == {layers, "other"}
+
+
+def test_edges_are_where_the_colour_changes():
+    images = jnp.zeros((1, 4, 6, 3)).at[:, :, 3:, 1].set(0.5)
+    np.testing.assert_array_equal(vae.at_edges(images)[0], [[0, 0, 1, 1, 0, 0]] * 4)
+
+
+def test_an_error_at_an_edge_counts_more_and_without_an_error_there_is_no_loss():
+    images = jnp.zeros((1, 4, 6, 3)).at[:, :, 3:, 1].set(0.5)
+    assert float(vae.picture_loss(images, images)) == 0
+    at_edge = vae.picture_loss(images.at[:, :, 2].add(0.2), images)
+    elsewhere = vae.picture_loss(images.at[:, :, 0].add(0.2), images)
+    assert float(at_edge) > float(elsewhere) > 0
+
+
+def test_whitening_changes_latents_and_no_picture():
+    _, config, _ = bundled("shapes-sd")
+    config = replace(config.vae, **SMALL["vae"])
+    task = vae.make_task(RECIPE, config)
+    p = task.start(jax.random.key(0))["vae"]
+    some = [scenes.render(scene) for scene in scenes.training_scenes(32, seed=0)]
+    images = np.float32(some) / 255
+    white = vae.normalize_latents(p, config, np.stack(some))
+
+    latents, deviation = encode_latents(white, config, images)
+    np.testing.assert_allclose(np.asarray(deviation), vae.LATENT_NOISE / 2, rtol=1e-5)
+    channels = np.asarray(latents).reshape(-1, 4)
+    np.testing.assert_allclose(np.cov(channels.T), np.eye(4), atol=0.01)
+    np.testing.assert_allclose(channels.mean(axis=0), 0, atol=1e-3)
+
+    before, _ = encode_latents(p, config, images)
+    before = (before - before.mean((0, 1, 2))) / before.std((0, 1, 2))
+    expected = decode_latents(p, config, before, clip=False)
+    found = decode_latents(white, config, latents, clip=False)
+    np.testing.assert_allclose(found, expected, atol=1e-3)

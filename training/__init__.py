@@ -1,1 +1,0 @@
-"""Makes the bundled checkpoints: ``python -m training``, which needs PyTorch."""
