@@ -16,6 +16,7 @@ from course import flux2, sd
 from course.model.autoencoder import decode_latents, encode_latents
 from course.shapes import scenes
 from lab.train import data, export, flow, loop, unet, vae
+from lab.train.__main__ import main
 from lab.train.data import CHECKPOINTS, PIXELS
 from lab.train.judging import make_drawing
 from tests.makers.files import edit_json
@@ -113,7 +114,7 @@ def test_a_run_that_was_cut_off_takes_the_same_steps(run, monkeypatch):
 
 
 def test_the_loss_falls(run):
-    batch = run.task.random_batch(jax.random.key(9), run.data)
+    batch = jax.jit(run.task.random_batch)(jax.random.key(9), run.data)
     loss = jax.jit(lambda params: run.task.loss(params, batch))
     before = run.task.start(jax.random.key(run.task.recipe.seed))
     after = {part: run.params[part] for part in before}
@@ -178,6 +179,48 @@ def test_the_export_of_a_bundled_checkpoint_has_the_same_bytes(name, tmp_path):
         # Which of two equal forms it has depended on what was saved before it.
         if name != "shapes-sdxl" or file.name != "special_tokens_map.json":
             assert (tmp_path / file).read_bytes() == (like / file).read_bytes(), file
+
+
+def test_the_command_trains_all_in_order_and_writes_the_checkpoints(tmp_path, monkeypatch):
+    trained = []
+
+    def fake(result):
+        """A training that writes a log, and gives what is in a bundled checkpoint."""
+
+        def train(folder, recipe, config, tokenize=None, of_vae=None, earlier=None):
+            trained.append((folder.name, recipe.steps, earlier is not None))
+            folder.mkdir(parents=True)
+            (folder / "log.jsonl").write_text('{"step": 50, "loss": 1.0}\n')
+            return result(config)
+
+        return train
+
+    def unet_of(config: sd.Config) -> dict:
+        return bundled("shapes-sdxl" if config.is_xl else "shapes-sd")[0]
+
+    monkeypatch.setattr(vae, "train", fake(lambda config: bundled("shapes-sd")[0]["vae"]))
+    monkeypatch.setattr(unet, "train", fake(unet_of))
+    monkeypatch.setattr(flow, "train", fake(lambda config: flux2.load(flow.CHECKPOINT)[0]))
+    main(["--work", str(tmp_path), "--shorten", "10"])
+    assert trained == [
+        ("vae", 300, False),
+        ("shapes-sd-first", 600, False),
+        ("shapes-sd", 300, True),
+        ("shapes-sdxl", 600, True),
+        ("flux2", 1150, False),
+    ]
+    for name in ("shapes-sd", "shapes-sdxl", "shapes-flux2"):
+        assert (tmp_path / "checkpoints" / name / "model_index.json").is_file()
+    assert (tmp_path / "checkpoints" / "shapes-sd" / "loss.png").is_file()
+
+
+def test_the_command_refuses_parts_and_numbers_that_there_are_not(capsys):
+    with pytest.raises(SystemExit):
+        main(["shapes-sd2"])
+    assert "There is no part 'shapes-sd2': choose from vae, shapes-sd" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--shorten", "0"])
+    assert "--shorten is 0: choose from 1 to 1000." in capsys.readouterr().err
 
 
 def test_a_folder_with_another_training_is_refused(tmp_path):
