@@ -4,13 +4,15 @@ Prints one page, and exits with 1 if there is a problem. Each check imports what
 package that is missing is a problem like others.
 """
 
+import argparse
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+from course.commands import make_parser, run
 from helpers import packages
 
 GIB = 2**30
@@ -45,7 +47,7 @@ def check_packages() -> Iterator[str]:
 
 
 def check_jax() -> Iterator[str]:
-    """An error of ``import jax`` is a problem."""
+    """Import JAX, and yield why if that fails."""
     try:
         import jax  # noqa: F401
     except (ImportError, RuntimeError) as error:  # the latter if jaxlib has another version
@@ -112,7 +114,7 @@ def check_hub() -> Iterator[str]:
 
 
 def check_room() -> Iterator[str]:
-    """Free memory, and free disk in the place of the Hub's files."""
+    """Print how much memory and disk is free; too little is a problem."""
     import psutil
     from huggingface_hub import constants
 
@@ -131,8 +133,8 @@ def check_room() -> Iterator[str]:
         )
 
 
-def main() -> int:
-    """Print the page; 1 if there is a problem, else 0."""
+def print_page(_: argparse.Namespace) -> int:
+    """Print what all checks say, and return the exit status: 1 if there is a problem, else 0."""
     problems = [*check_packages(), *check_jax()]
     print()
     checks = [check_devices, check_checkpoints, check_hub, check_room]
@@ -149,6 +151,10 @@ def main() -> int:
     for number, problem in enumerate(problems, 1):
         print(f"Problem {number}: {problem}")
     return int(bool(problems))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run(make_parser("course.doctor", __doc__), print_page, arguments)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Settings:
     batch: int = 4  #: how many images an actor draws at a time
 
     def texts(self) -> dict[str, str]:
-        """What is written into each image."""
+        """Return what is written into each image."""
         names = ("checkpoint", "seed", "steps", "guidance")
         return {name: str(getattr(self, name)) for name in names}
 
@@ -97,7 +97,7 @@ class Draw:
 def draw_rows(
     rows: list[dict], settings: Settings, write: Callable[[Rows], None], actors: int, **each: Any
 ) -> Any:
-    """The pipeline: prompts go to actors, which draw and write.
+    """Return the pipeline: prompts go to actors, which draw and write.
 
     Parameters
     ----------
@@ -129,20 +129,20 @@ def draw_rows(
 
 
 def image_keys(seed: int, numbers: np.ndarray) -> jax.Array:
-    """The key of each image, of shape (images,), from the seed and its number alone."""
+    """Return the key of each image, of shape (images,), from the seed and its number alone."""
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     return fold_in(jax.random.key(seed), jnp.asarray(numbers, jnp.uint32))
 
 
 def to_bytes(images: np.ndarray) -> np.ndarray:
-    """Images as uint8 from images as float32 from 0 to 1; ``RuntimeError`` if one is not finite."""
+    """Return images as uint8 from float32 from 0 to 1; ``RuntimeError`` if one is not finite."""
     if not np.isfinite(images).all():
         raise RuntimeError("An image has values that are not finite: the numbers went wrong.")
     return np.uint8(np.round(255 * images))
 
 
 def load_model(settings: Settings, sharding: jax.sharding.Sharding) -> tuple:
-    """Parameters, configuration and tokenizer of the model, on an actor's machine."""
+    """Load parameters, configuration and tokenizer of the model, on an actor's machine."""
     # What one actor of a machine has compiled, the others and those after it need not.
     if not jax.config.jax_compilation_cache_dir:
         folder = Path.home() / ".cache" / "stable-diffusion-jax-course"
@@ -174,7 +174,7 @@ def explaining_memory(batch: int) -> Iterator[None]:
 
 
 def read_prompts(file: Path) -> list[dict]:
-    """The prompts of a file and their numbers: those of their lines or rows, from 0.
+    """Read the prompts of a file, with the numbers of their lines or rows, from 0.
 
     Empty ones are left out, and the others keep their numbers.
 
@@ -234,7 +234,7 @@ def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:
 
 
 def image_name(number: int) -> str:
-    """The name of an image's file.
+    """Return the name of an image's file.
 
     >>> image_name(7)
     '0000007.png'
@@ -243,7 +243,7 @@ def image_name(number: int) -> str:
 
 
 def describe(rows: Rows, settings: Settings) -> list[dict[str, str]]:
-    """What each image of a batch follows from: this is written into its file."""
+    """Return what each image of a batch follows from: this is written into its file."""
     keys = np.asarray(jax.random.key_data(image_keys(settings.seed, rows["number"])))
     texts = []
     for number, prompt, key in zip(rows["number"], rows["prompt"], keys, strict=True):
@@ -253,7 +253,7 @@ def describe(rows: Rows, settings: Settings) -> list[dict[str, str]]:
 
 
 def to_png(image: np.ndarray, texts: dict[str, str]) -> bytes:
-    """A PNG file with texts, of an image, uint8 of shape (height, width, 3)."""
+    """Return a PNG file with texts, of an image, uint8 of shape (height, width, 3)."""
     info = PngInfo()
     for name, text in texts.items():
         info.add_itxt(name, text)
@@ -340,12 +340,13 @@ def find_missing(folder: Path, rows: list[dict], settings: Settings) -> list[dic
     expected = {}
     for row in rows:
         expected[str(row["number"])] = row["prompt"]
+    images = list(read_texts(folder))
     kept = read_settings(folder)
     own = settings.texts()
-    if kept is not None:
+    if images and kept is not None:  # without images, a run that drew nothing has left them
         check_same(folder / SETTINGS_FILE, kept, own)
         own = {}  # the images were drawn with these
-    for file, texts in read_texts(folder):
+    for file, texts in images:
         number = texts.get("number", "")
         if number not in expected:
             raise RuntimeError(
@@ -361,7 +362,7 @@ def find_missing(folder: Path, rows: list[dict], settings: Settings) -> list[dic
 
 
 def import_ray() -> Any:
-    """The package; ``RuntimeError`` if it is not installed."""
+    """Import the package; ``RuntimeError`` if it is not installed."""
     try:
         import ray.data
     except ImportError:
@@ -390,10 +391,12 @@ def start_ray(
     RuntimeError
         If Ray is not installed, or cannot be reached.
     """
-    ray = import_ray()
     # Nothing is reported to Ray's makers, and what its processes log stays in their files.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    # A machine that is busy needs more than the 30 seconds that Ray waits for itself.
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    ray = import_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     options = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
@@ -406,7 +409,7 @@ def start_ray(
     if not ray.is_initialized():
         try:
             ray.init(address, **options)
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # of a start that takes too long, Ray says no more than that
             reason = str(error).strip().splitlines()[0]
             raise RuntimeError(f"Ray does not start at {address}: {reason}") from None
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
@@ -417,7 +420,7 @@ def start_ray(
 
 
 def plan_actors(actors: int | None = None, chips: int | None = None) -> dict[str, Any]:
-    """How many actors there are, and what each takes: a host's TPUs, a GPU, or a CPU.
+    """Choose how many actors there are, and what each takes: a host's TPUs, a GPU, or a CPU.
 
     Parameters
     ----------
@@ -445,7 +448,7 @@ def plan_actors(actors: int | None = None, chips: int | None = None) -> dict[str
 
 
 def explain(error: Exception) -> str:
-    """The sentence in what Ray raises, which has the traces of several processes around it."""
+    """Return the sentence in what Ray raises, which has traces of several processes around it."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     sentences = re.findall(r"^(?:.*\))?RuntimeError: (.+)$", text, flags=re.MULTILINE)
     if sentences:
@@ -496,7 +499,7 @@ def draw_parser() -> argparse.ArgumentParser:
 
 
 def choose_settings(options: argparse.Namespace) -> tuple[Settings, Checkpoint]:
-    """What to draw with, and what is known of the checkpoint."""
+    """Return what to draw with, and what is known of the checkpoint."""
     checkpoint = options.checkpoint
     if Path(checkpoint).is_dir():  # the actors may be in another folder
         checkpoint = str(Path(checkpoint).absolute())
@@ -532,9 +535,9 @@ def draw_missing(options: argparse.Namespace) -> None:
         plan = plan_actors(options.actors, options.chips)
         batches = -(-len(missing) // settings.batch)
         plan["actors"] = min(plan["actors"], batches)
-        if read_settings(folder) is None:
-            content = json.dumps(settings.texts(), indent=1) + "\n"
-            write_whole(folder / SETTINGS_FILE, content.encode())
+        # These, or there are no images yet.
+        content = json.dumps(settings.texts(), indent=1) + "\n"
+        write_whole(folder / SETTINGS_FILE, content.encode())
         for _ in draw_rows(missing, settings, write, **plan).iter_batches(batch_size=None):
             pass
     except Exception as error:

@@ -50,12 +50,12 @@ class Measured:
 
     @property
     def steady(self) -> float:
-        """Median of the calls, in seconds."""
+        """Return the median of the calls, in seconds."""
         return statistics.median(self.seconds)
 
 
 def make_up(config: sd.Config, dtype) -> dict:
-    """Parameters of the right shapes, made of small random numbers.
+    """Return parameters of the right shapes, made of small random numbers.
 
     Of zeros, chips may be faster.
     """
@@ -68,7 +68,7 @@ def make_up(config: sd.Config, dtype) -> dict:
 
 
 def find_chip_name(device: jax.Device) -> str:
-    """The key of ``CHIPS`` for a device; empty if it is none of these."""
+    """Return the key of ``CHIPS`` for a device; empty if it is none of these."""
     for name, kind in CHIPS.items():
         if device.device_kind in kind.device_kinds:
             return name
@@ -152,14 +152,14 @@ def measure(
 
 
 def read_measured(file: Path) -> Measured:
-    """What a file of ``benchmarks/measured`` holds; a TypeError if its fields are not these."""
+    """Read a file of ``benchmarks/measured``; a TypeError if its fields are not these."""
     content = json.loads(file.read_text(encoding="utf-8"))
     content["seconds"] = tuple(content["seconds"])
     return Measured(**content)
 
 
 def measured_runs() -> list[Measured]:
-    """What is in ``benchmarks/measured``."""
+    """Read what is in ``benchmarks/measured``."""
     files = sorted(find_data("benchmarks/measured").glob("*.json"))
     return [read_measured(file) for file in files]
 

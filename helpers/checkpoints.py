@@ -89,12 +89,12 @@ class Checkpoint:
 
     @property
     def is_bundled(self) -> bool:
-        """Whether these come with the course, and draw nothing but shapes."""
+        """Say whether these come with the course, and draw nothing but shapes."""
         return _is_bundled(Path(self.source))
 
     @property
     def options(self) -> dict[str, None]:
-        """What Stable Diffusion's ``from_pretrained`` needs besides, if there is no safety checker.
+        """Return what ``from_pretrained`` of Stable Diffusion needs, if there is no safety checker.
 
         XL's pipeline knows no safety checker, and does not take these.
         """
@@ -104,7 +104,7 @@ class Checkpoint:
 
 
 def _is_bundled(folder: Path) -> bool:
-    """Whether a folder is one of the course's own checkpoints."""
+    """Say whether a folder is one of the course's own checkpoints."""
     return folder.resolve().parent == find_data("checkpoints").resolve()
 
 
@@ -266,14 +266,14 @@ def download(checkpoint: Checkpoint, only: Sequence[str] | None = None) -> Path:
 
 
 def _ready(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, whose safety checker runs on this version of JAX if it has one."""
+    """Return the checkpoint, and let its safety checker run on this version of JAX."""
     if checkpoint.has_safety_checker and jax.__version_info__ >= (0, 10):
         repair_safety_checker()
     return checkpoint
 
 
 def _device_memory() -> int:
-    """Bytes on each device; 0 if the device does not tell."""
+    """Return the bytes on each device; 0 if the device does not tell."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit", 0)
 
@@ -303,7 +303,7 @@ def _describe(
 
 
 def _suitable_dtype() -> jnp.dtype:
-    """What a real model computes in on this machine."""
+    """Return what a real model computes in on this machine."""
     return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
 
 
@@ -319,7 +319,7 @@ def _check_architecture(name: str, model: str, chapter: str | None) -> None:
 
 
 def _check_weights(name: str, files: Collection[str], model: str, safetensors: bool) -> str:
-    """The ending of the weights among these files; an error if the chapter cannot read them."""
+    """Return the ending of the weights; raise an error if the chapter cannot read them."""
     if FLAX_WEIGHTS in files:
         return ".msgpack"
     kinds = "safetensors"
@@ -337,7 +337,7 @@ def _check_weights(name: str, files: Collection[str], model: str, safetensors: b
 
 
 def _check_disk(name: str, size: int) -> None:
-    """An error if so many bytes do not fit where the Hub's client keeps its files."""
+    """Raise an error if so many bytes do not fit where the Hub's client keeps its files."""
     free = free_disk(constants.HF_HUB_CACHE)
     if size > free:
         raise RuntimeError(
@@ -347,7 +347,7 @@ def _check_disk(name: str, size: int) -> None:
 
 
 def free_disk(folder: str | Path) -> int:
-    """Bytes that are free on the disk of a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     place = Path(folder)
     while not place.exists():
         place = place.parent

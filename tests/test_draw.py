@@ -180,12 +180,17 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+def write_black(folder, settings):
+    """Write a black image for the prompt 0, "a red heart"."""
+    image = np.zeros((1, 8, 8, 3), np.uint8)
+    batch = {"number": np.array([0]), "prompt": np.array(["a red heart"]), "image": image}
+    draw.write_pngs(batch, folder, settings)
+
+
 def test_images_of_other_work_are_not_taken_for_ones_own(tmp_path):
     settings = draw.Settings("shapes-sd")
     rows = [{"number": 0, "prompt": "a red heart"}, {"number": 1, "prompt": "a blue star"}]
-    image = np.zeros((8, 8, 3), np.uint8)
-    batch = {"number": np.array([0]), "prompt": np.array(["a red heart"]), "image": image[None]}
-    draw.write_pngs(batch, tmp_path, settings)
+    write_black(tmp_path, settings)
     assert draw.find_missing(tmp_path, rows, settings) == rows[1:]
     others = [
         ([{"number": 0, "prompt": "a green ring"}], settings),
@@ -207,7 +212,10 @@ def test_settings_are_kept_once_and_taken_from_images_where_they_are_not(tmp_pat
     kept = tmp_path / draw.SETTINGS_FILE
     kept.write_text(json.dumps(settings.texts()))
     other = draw.Settings("shapes-sd", steps=8)
-    assert draw.find_missing(tmp_path, rows, settings) == rows
+    for any_settings in (settings, other):  # as there are no images yet
+        assert draw.find_missing(tmp_path, rows, any_settings) == rows
+    write_black(tmp_path, settings)
+    assert draw.find_missing(tmp_path, rows, settings) == []
     with pytest.raises(RuntimeError, match=r"settings\.json is .* with the steps '15', not '8'"):
         draw.find_missing(tmp_path, rows, other)
     kept.write_text("{")

@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read_recipe(options: argparse.Namespace, config: Config) -> Recipe:
-    """The usual recipe for a model, with what the command's options say otherwise."""
+    """Return the usual recipe for a model, with what the command's options say otherwise."""
     given = {} if options.rehearse else {"rehearsed": 0}
     for field in dataclasses.fields(Recipe):
         value = getattr(options, field.name)
@@ -119,7 +119,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def fine_tune(options: argparse.Namespace) -> None:
-    """What the command does."""
+    """Do what the command does."""
     check_options(options)
     params, config, tokenize = sd.load(find_model(options.model), options.dtype)
     recipe = read_recipe(options, config)

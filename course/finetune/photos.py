@@ -86,7 +86,7 @@ def read_folder(
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
-    """The caption of each image by the name of its file, out of ``metadata.jsonl``."""
+    """Read the caption of each image by the name of its file, out of ``metadata.jsonl``."""
     captions = {}
     for number, line in enumerate(_read_text(file).splitlines(), 1):
         try:
@@ -101,7 +101,7 @@ def _read_metadata(file: Path) -> dict[str, str]:
 
 
 def _read_texts(files: dict[str, Path], names: list[str]) -> dict[str, str | None]:
-    """The caption of each image: the lines of the text file beside it, joined, or None."""
+    """Read each image's caption: the lines of the text file beside it, joined, or None."""
     captions = {}
     for name in names:
         text = files.get(f"{files[name].stem}.txt")
@@ -117,7 +117,7 @@ def _read_text(file: Path) -> str:
 
 
 def _open_image(file: Path) -> Image.Image:
-    """An image in RGB: the right way up, and on white where it is transparent."""
+    """Read an image in RGB: the right way up, and on white where it is transparent."""
     try:
         with Image.open(file) as opened:
             image = ImageOps.exif_transpose(opened)  # as the camera was held
@@ -134,7 +134,7 @@ def _open_image(file: Path) -> Image.Image:
 
 
 def _fit(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """The middle of an image, scaled; colours from 0 to 1, float32, (height, width, 3)."""
+    """Return an image's middle, scaled; colours from 0 to 1, float32, (height, width, 3)."""
     if image.size != (width, height):
         image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
     return np.asarray(image, np.float32) / 255

@@ -51,7 +51,7 @@ def check_between(low: float, high: float, **numbers: float) -> None:
 
 
 def _setting(default, meaning: str):
-    """A field of a recipe, with what the command's help says of it."""
+    """Return a field of a recipe, with what the command's help says of it."""
     return dataclasses.field(default=default, metadata={"help": meaning})
 
 
@@ -122,7 +122,7 @@ FOR_XL = dataclasses.replace(FOR_SD, remat=True)
 
 
 def usual_recipe(config: Config) -> Recipe:
-    """The recipe to start from: measured for the bundled checkpoints, and else what is usual."""
+    """Return the recipe to start from: measured for bundled checkpoints, and else what is usual."""
     if config.unet.sample_size * config.pixels_per_latent <= 64:
         return Recipe()
     return FOR_XL if config.is_xl else FOR_SD
@@ -169,7 +169,7 @@ class State(NamedTuple):
 
 
 def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
-    """A pair of matrices for each chosen weight, whose product is zero at first.
+    """Return a pair of matrices for each chosen weight, whose product is zero at first.
 
     Beside a weight of (inputs, outputs), ``down`` is (inputs, rank) and ``up`` (rank, outputs), in
     float32. Beside a convolution's, (height, width, inputs, outputs), they are (height, width,
@@ -197,7 +197,7 @@ def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
 
 
 def insert_trained(params: dict, trained: dict) -> dict:
-    """A model's parameters with what was trained: pairs beside weights, and the new word."""
+    """Return a model's parameters with what was trained: pairs beside weights, and the new word."""
     params = attach(params, trained["lora"], 1.0)
     if "word" in trained:
         table = params["text_encoder"][EMBEDDINGS]
@@ -207,7 +207,7 @@ def insert_trained(params: dict, trained: dict) -> dict:
 
 
 def encode_captions(params: dict, config: Config, batch: Batch) -> Condition:
-    """What the UNet reads of a batch's captions."""
+    """Return what the UNet reads of a batch's captions."""
     if isinstance(batch.texts, Encoded):
         context, pooled = batch.texts
     else:
@@ -219,7 +219,7 @@ def encode_captions(params: dict, config: Config, batch: Batch) -> Condition:
 
 
 def add_noise(schedule: ScheduleConfig, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """A batch's latents under noise, and what the model should say of them, each in their shape."""
+    """Return latents under noise, and what the model should say of them, each in their shape."""
     alpha = jnp.asarray(alphas(schedule))[batch.timesteps]  # the image's share of the variance
     alpha = alpha[:, None, None, None]
     image_scale = jnp.sqrt(alpha)
@@ -233,7 +233,7 @@ def add_noise(schedule: ScheduleConfig, batch: Batch) -> tuple[jax.Array, jax.Ar
 
 
 def loss_fn(trained: dict, params: dict, batch: Batch, config: Config, recipe: Recipe) -> jax.Array:
-    """How wrong the model is about noise: the mean of the squared errors, float32, ()."""
+    """Return how wrong the model is about noise: the mean of squared errors, float32, ()."""
     params = insert_trained(params, trained)
     condition = encode_captions(params, config, batch)
     noisy, target = add_noise(config.schedule, batch)
@@ -288,7 +288,7 @@ def draw_batch(key: jax.Array, config: Config, recipe: Recipe, data: Data) -> Ba
 
 
 def loss_at(timestep: int, trained: dict, params: dict, data: Data, config: Config) -> jax.Array:
-    """The loss of all examples at one timestep, with the same noise in every call, float32, ().
+    """Return the loss of all examples at one timestep, with the same noise in every call.
 
     The loss of a training step depends on the timesteps and the noise that were drawn. This one
     depends on the model alone, so that it can be compared before and after training.
@@ -316,7 +316,7 @@ def fill_up(batch: Batch, devices: int) -> Batch:
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Adam with clipped gradients.
+    """Return Adam with clipped gradients.
 
     The learning rate rises over the first twentieth of the steps, and falls as a cosine does.
     """
@@ -337,7 +337,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 def train_step(
     state: State, params: dict, data: Data, config: Config, recipe: Recipe, mesh: Mesh
 ) -> State:
-    """One step: each device works on its share of the batch, and the gradients are added up."""
+    """Take a step: each device works on its share of the batch, and gradients are added up."""
     key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
     batch = fill_up(draw_batch(key, config, recipe, data), mesh.size)
     batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data")))
@@ -354,13 +354,13 @@ def train_step(
 def compile_step(
     config: Config, recipe: Recipe, mesh: Mesh
 ) -> Callable[[State, dict, Data], State]:
-    """``train_step`` as a program, which takes the old state's memory for the new one."""
+    """Return ``train_step`` as a program, which takes the old state's memory for the new one."""
     step = partial(train_step, config=config, recipe=recipe, mesh=mesh)
     return jax.jit(step, donate_argnums=0, out_shardings=NamedSharding(mesh, P()))
 
 
 def init_state(params: dict, recipe: Recipe, word: bool) -> State:
-    """The state before the first step, not yet placed on devices.
+    """Return the state before the first step, not yet placed on devices.
 
     With ``word``, the last row of the embeddings is trained, too.
     """
@@ -448,7 +448,7 @@ def check_word(word: str, captions: list[str], tokenize: Callable, config: Confi
 
 
 def encode_texts(params: dict, config: Config, ids: np.ndarray) -> Encoded:
-    """What the text encoders say of captions, the first of which is the empty one."""
+    """Encode captions, the first of which is the empty one, by the text encoders."""
 
     @jax.jit
     def encode_one(params: dict, one: jax.Array) -> Encoded:
@@ -463,13 +463,13 @@ def encode_texts(params: dict, config: Config, ids: np.ndarray) -> Encoded:
 
 
 def trained_parts(params: dict, word: bool) -> dict:
-    """The parts of a model that a step reads, once ``make_data`` has encoded all examples."""
+    """Return the parts that a step reads, once ``make_data`` has encoded all examples."""
     parts = ["unet", "text_encoder"] if word else ["unet"]
     return {part: params[part] for part in parts}
 
 
 def describe(params: dict, recipe: Recipe, data: Data) -> dict:
-    """What a saved state depends on: the recipe, and fingerprints of the model and the examples.
+    """Return what a state depends on: the recipe, and fingerprints of model and examples.
 
     Of the model they cover the first outputs of each layer, which is quick to read, and differs in
     nearly every other model. What the VAE does is in the examples.
@@ -488,7 +488,7 @@ def describe(params: dict, recipe: Recipe, data: Data) -> dict:
 
 
 def _fingerprint(tree) -> str:
-    """16 hexadecimal digits that depend on the names, shapes and numbers of a tree."""
+    """Return 16 hexadecimal digits that depend on the names, shapes and numbers of a tree."""
     digest = hashlib.sha256()
     for path, value in jax.tree.leaves_with_path(tree):
         digest.update(f"{jax.tree_util.keystr(path)} {value.shape}".encode())
@@ -534,7 +534,7 @@ class Saver:
             )
 
     def restore(self, state: State) -> State:
-        """The state that was saved last, placed as ``state`` is; or ``state``, if there is none."""
+        """Return the state saved last, placed as ``state`` is; or ``state``, if there is none."""
         last = self._manager.latest_step()
         if last is None:
             return state

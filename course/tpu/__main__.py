@@ -7,9 +7,11 @@ import json
 import logging
 import re
 import sys
+from functools import partial
 
 import jax
 
+from course.commands import make_parser, run
 from course.tpu.answers import Answer, Report
 from course.tpu.chips import tpu_devices
 from course.tpu.compiler import ask_compiler
@@ -84,13 +86,8 @@ def ask_about_program(
     return ask_about(make_program(model, chip, **settings), timeout)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m course.tpu",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def tpu_parser() -> argparse.ArgumentParser:
+    parser = make_parser("course.tpu", __doc__, epilog=EXAMPLES)
     parser.add_argument(
         "program",
         nargs="?",
@@ -134,9 +131,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = make_parser()
-    options = parser.parse_args(arguments)
+def print_answer(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Do what the command does; options that do not go together are an error of the parser."""
     settings = {}
     for name in SETTINGS:
         value = getattr(options, name)
@@ -148,27 +144,25 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(format="%(message)s")
     logging.getLogger("course").setLevel(logging.INFO)
     jax.config.update("jax_platforms", "cpu")  # chips that are there are left alone
-    try:
-        if options.recorded:
-            answers = recorded_answers(attention=None)
-            text = table_of(answers)
-            content = [dataclasses.asdict(answer) for answer in answers]
+    if options.recorded:
+        answers = recorded_answers(attention=None)
+        text = table_of(answers)
+        content = [dataclasses.asdict(answer) for answer in answers]
+    else:
+        if is_function:
+            answer = ask_about_function(
+                options.program, options.shapes, options.chip, options.timeout
+            )
         else:
-            if is_function:
-                answer = ask_about_function(
-                    options.program, options.shapes, options.chip, options.timeout
-                )
-            else:
-                answer = ask_about_program(options.program, options.chip, settings, options.timeout)
-            text = str(answer)
-            content = dataclasses.asdict(answer)
-    except (ImportError, ValueError, RuntimeError, OSError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            raise  # nothing that a sentence could explain
-        print(error, file=sys.stderr)
-        return 1
+            answer = ask_about_program(options.program, options.chip, settings, options.timeout)
+        text = str(answer)
+        content = dataclasses.asdict(answer)
     print(json.dumps(content, indent=1) if options.json else text)
-    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = tpu_parser()
+    return run(parser, partial(print_answer, parser=parser), arguments)
 
 
 if __name__ == "__main__":
