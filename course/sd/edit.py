@@ -65,65 +65,19 @@ def image_to_image(
     steps: int | jax.Array = 50,
     guidance: float | jax.Array = 7.5,
     latents: jax.Array | None = None,
-    *,
-    attention: str | Callable = "plain",
-    guided: bool = True,
-    decode_batch: int | None = None,
     **options: Any,
 ) -> jax.Array:
     """Draw over images, as diffusers' ``StableDiffusionImg2ImgPipeline`` does.
 
-    Parameters
-    ----------
-    params, config, ids, key, negative_ids, steps, guidance, latents, attention, guided
-        As of ``generate``. A different number of steps compiles nothing again.
-    images : jax.Array
-        From 0 to 1, (batch, height, width, 3), one for each prompt.
-    strength : float or jax.Array
-        The share of the steps that is taken, from 0 to 1. A different one compiles nothing again.
-    decode_batch : int, optional
-        As of ``generate``.
-    **options
-        As of ``generate``: ``sampler``, which is "ddim", "euler" or "dpm++", ``guidance_axis`` and
-        ``unguided_below``.
+    This is ``inpaint`` without a mask, which has the same arguments and errors.
 
     Returns
     -------
     jax.Array
         Images from 0 to 1, float32, (batch, height, width, 3).
-
-    Raises
-    ------
-    ValueError
-        If the sampler is PNDM, which cannot start in the middle, or as of ``generate``.
     """
-    _, height, width, _ = images.shape
-    condition, noise = prepare(
-        params,
-        config,
-        ids,
-        key,
-        negative_ids,
-        latents,
-        height=height,
-        width=width,
-        guided=guided,
-    )
-    image, _ = encode(params["vae"], config.vae, images)
-    latents = denoise(
-        params,
-        config,
-        condition,
-        noise,
-        steps,
-        guidance,
-        first=first_step(strength, jnp.int32(steps)),
-        image=image,
-        attention=attention,
-        guided=guided,
-        **options,
-    )
-    return decode_images(params, config, latents, attention, decode_batch)
+    inputs = params, config, ids, key, negative_ids, images
+    return inpaint(*inputs, None, strength, steps, guidance, latents, **options)
 
 
 def inpaint(
@@ -133,7 +87,7 @@ def inpaint(
     key: jax.Array,
     negative_ids: jax.Array | None,
     images: jax.Array,
-    mask: jax.Array,
+    mask: jax.Array | None,
     strength: float | jax.Array,
     steps: int | jax.Array = 50,
     guidance: float | jax.Array = 7.5,
@@ -151,10 +105,20 @@ def inpaint(
 
     Parameters
     ----------
-    params, config, ids, key, negative_ids, images, strength, steps, guidance, latents, **options
-        As of ``image_to_image``, which has the other arguments, too.
-    mask : jax.Array
-        1 where to draw and 0 where not, (height, width), for all images.
+    params, config, ids, key, negative_ids, steps, guidance, latents
+        As of ``generate``. A different number of steps compiles nothing again.
+    images : jax.Array
+        From 0 to 1, (batch, height, width, 3), one for each prompt.
+    mask : jax.Array, optional
+        1 where to draw and 0 where not, (height, width), for all images; ``None`` to draw
+        everywhere.
+    strength : float or jax.Array
+        The share of the steps that is taken, from 0 to 1. A different one compiles nothing again.
+    attention, guided, decode_batch
+        As of ``generate``.
+    **options
+        As of ``generate``: ``sampler``, which is "ddim", "euler" or "dpm++", ``guidance_axis`` and
+        ``unguided_below``.
 
     Returns
     -------
@@ -164,28 +128,25 @@ def inpaint(
     Raises
     ------
     ValueError
-        As of ``image_to_image``.
+        If the sampler is PNDM, which cannot start in the middle, or as of ``generate``.
     """
     _, height, width, _ = images.shape
     condition, noise = prepare(
-        params,
-        config,
-        ids,
-        key,
-        negative_ids,
-        latents,
-        height=height,
-        width=width,
-        guided=guided,
+        params, config, ids, key, negative_ids, latents, height=height, width=width, guided=guided
     )
     image, _ = encode(params["vae"], config.vae, images)
-    size = config.pixels_per_latent
-    draws = mask[::size, ::size, None] > 0.5  # for each latent, (height / 8, width / 8, 1)
-
-    def put_back(x: jax.Array, alpha: jax.Array) -> jax.Array:
-        return jnp.where(draws, x, mix_noise(image, noise, alpha))
-
+    draws = None
+    if mask is not None:
+        size = config.pixels_per_latent
+        draws = mask[::size, ::size, None] > 0.5  # for each latent, (height / 8, width / 8, 1)
     first = first_step(strength, jnp.int32(steps))
+    start, put_back = image, None
+    if draws is not None:
+        start = jnp.where(first == 0, 0, image)  # with all steps, it starts from noise alone
+
+        def put_back(x: jax.Array, alpha: jax.Array) -> jax.Array:
+            return jnp.where(draws, x, mix_noise(image, noise, alpha))
+
     latents = denoise(
         params,
         config,
@@ -194,11 +155,12 @@ def inpaint(
         steps,
         guidance,
         first=first,
-        image=jnp.where(first == 0, 0, image),  # with all steps, it starts from noise alone
+        image=start,
         after=put_back,
         attention=attention,
         guided=guided,
         **options,
     )
-    latents = jnp.where(draws, latents, image)
+    if draws is not None:
+        latents = jnp.where(draws, latents, image)
     return decode_images(params, config, latents, attention, decode_batch)

@@ -406,15 +406,7 @@ def generate(
     height = side if height is None else height
     width = side if width is None else width
     condition, noise = prepare(
-        params,
-        config,
-        ids,
-        key,
-        negative_ids,
-        latents,
-        height=height,
-        width=width,
-        guided=guided,
+        params, config, ids, key, negative_ids, latents, height=height, width=width, guided=guided
     )
     latents = denoise(
         params,
