@@ -1,11 +1,13 @@
-"""Attention: the kernel for TPUs, and the choice between it and the plain one."""
+"""Attention: what all functions for it give, the kernel for TPUs, and the choice among them."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pallas_tpu
 
 from course.model import attention
+from tests.makers.common import made_up_input
 
 
 def made_up(*shape, dtype=jnp.float32):
@@ -16,6 +18,19 @@ def lowered(function, tokens, keys, platform):
     """The text of a program for a platform that need not be here."""
     query, key = (jax.ShapeDtypeStruct((1, n, 2, 64), jnp.bfloat16) for n in (tokens, keys))
     return jax.jit(function).trace(query, key, key).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("name", attention.ATTENTION)
+def test_every_attention_is_softmax_of_scores_times_values(name):
+    query = made_up_input("query", 2, 5, 3, 8)
+    key = made_up_input("key", 2, 7, 3, 8)
+    value = made_up_input("value", 2, 7, 3, 8)
+    weights = np.exp(np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(8))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    expected = np.einsum("bhqk,bkhd->bqhd", weights, value)
+    found = attention.ATTENTION[name](query, key, value)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 1e-5
 
 
 # 200 tokens fill no block, and heads of 160 do not fill the width of a register.
@@ -45,16 +60,16 @@ def test_blocks_are_large_and_hardly_more_than_full(tokens, limit):
     assert queries >= min(total, limit // 2)
 
 
-def test_the_kernel_is_refused_by_name_where_there_is_no_tpu():
-    with pytest.raises(ValueError, match="runs on TPUs only, and this is a cpu: choose the"):
-        attention.find_attention("flash")
+REFUSALS = {
+    "flash": "runs on TPUs only, and this is a cpu: choose the",
+    "fast": "no attention 'fast': choose one of plain, dot_product, flash",
+}
 
 
-def test_an_attention_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(
-        ValueError, match=r"no attention 'fast': choose one of plain, dot_product, flash"
-    ):
-        attention.find_attention("fast")
+@pytest.mark.parametrize("name", REFUSALS)
+def test_an_attention_that_cannot_be_is_refused_with_what_to_choose(name):
+    with pytest.raises(ValueError, match=REFUSALS[name]):
+        attention.find_attention(name)
 
 
 def test_texts_stay_with_plain_attention():

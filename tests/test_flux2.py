@@ -14,11 +14,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
-from transformers import Qwen2TokenizerFast
 
 from course import flux2
 from course.flux2 import vae
-from course.flux2.tokenizer import read_tokenizer
 from course.model.files import to_channels_last, to_files
 from course.tpu.hlo import count_collectives
 from tests.makers.common import FIXTURES, made_up, made_up_input
@@ -127,37 +125,6 @@ def test_the_transformer_is_as_large_as_its_file_on_the_hub():
 
 
 # Parts.
-
-ODD_PROMPTS = [
-    "",
-    " ",
-    "a small red heart on a white background",
-    "A  SMALL\nred heart!!",
-    "naïve café e\u0301 中文",
-    "it's 12345",
-    "<think> <|im_end|>",
-    "a red heart " * 20,
-]
-
-
-def test_tokens_are_those_of_qwens_tokenizer_with_its_chat_template(folder):
-    tokenizer = Qwen2TokenizerFast.from_pretrained(folder / "tokenizer")
-    chats = []
-    for prompt in ODD_PROMPTS:
-        chat = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,
-        )
-        chats.append(chat)
-    expected = tokenizer(
-        chats, padding="max_length", truncation=True, max_length=20, return_tensors="np"
-    )
-    with pytest.warns(UserWarning, match="tokens with the template around it, and 20 are read"):
-        ids, mask = read_tokenizer(folder / "tokenizer")(ODD_PROMPTS)
-    assert np.array_equal(ids, expected.input_ids)
-    assert np.array_equal(mask, expected.attention_mask)
 
 
 @pytest.mark.parametrize(
@@ -596,42 +563,6 @@ def test_two_files_with_the_same_parameter_are_refused(shards, tmp_path):
         flux2.load(copy)
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            {"height": 30},
-            "30 x 40 pixels cannot be divided into tokens of 8 x 8 pixels: choose multiples of 8.",
-        ),
-        ({"width": 36}, "24 x 36 pixels cannot be divided"),
-        ({"guidance": 4.0}, r"With guidance, give the empty prompt, too: empty=tokenize\(\[''\]\)"),
-        ({"steps": 0}, "There are 0 steps: take 1 or more."),
-        (
-            {"images": np.zeros((2, 40, 24, 3), np.float32)},
-            "must have the height and width of the result, 24 x 40, and these have 40 x 24: resize",
-        ),
-        (
-            {"images": np.zeros((3, 24, 40, 3), np.float32)},
-            "There are 3 images to edit and 2 prompts: give one image for all prompts, or one for",
-        ),
-        (
-            {"images": np.zeros((2, 24, 40, 3), np.uint8)},
-            "Images are numbers from 0 to 1, and these are uint8: divide them by 255.",
-        ),
-        (
-            {"noise": np.zeros((1, 15, 32), np.float32)},
-            r"2 prompts and 24 x 40 pixels need noise of the shape \(2, 15, 32\), and this has",
-        ),
-    ],
-)
-def test_options_that_cannot_be_are_refused_in_a_sentence(model, prompts, options, sentence):
-    params, config, tokenize = model
-    ids, mask = tokenize(prompts)
-    usual = {"noise": noise_for(prompts, 24, 40), "height": 24, "width": 40}
-    with pytest.raises(ValueError, match=sentence):
-        flux2.generate(params, config, ids, mask, **usual | options)
-
-
 def test_reference_images_for_another_number_of_prompts_are_refused(model):
     params, config, _ = model
     shapes = {"noise": (2, 4, 32), "prompt": (2, 3, 120), "reference": (3, 4, 32)}
@@ -640,8 +571,3 @@ def test_reference_images_for_another_number_of_prompts_are_refused(model):
         flux2.denoise(params, config, height=16, width=16, **inputs)
     with pytest.raises(ValueError, match="give the empty prompt, encoded: empty=encode_prompts"):
         flux2.denoise(params, config, height=16, width=16, guidance=3.0, **inputs)
-
-
-def test_one_string_in_place_of_a_list_of_prompts_is_refused(model):
-    with pytest.raises(TypeError, match=r"Give a list of prompts: \['a star'\]"):
-        model[2]("a star")

@@ -1,8 +1,6 @@
-"""The parts of course.sd against PyTorch's: names, small modules, schedulers, tokens."""
+"""The parts of course.sd against PyTorch's: names, small modules and schedulers."""
 
 import functools
-import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from transformers import CLIPTokenizerFast
 
 from course import sd
 from course.model.autoencoder import autoencoder_parameters
@@ -23,12 +20,10 @@ from course.model.files import (
 )
 from course.model.parameters import declared_shapes
 from course.sd import clip, configs, samplers, unet, vae
-from course.sd.tokenizer import Tokenizer, read_tokenizer
 from helpers import bundled_checkpoint
 from tests.makers import common
 
 SHAPES_SD = Path(bundled_checkpoint("shapes-sd").source)
-PADDED = {"padding": "max_length", "max_length": 77, "truncation": True, "return_tensors": "np"}
 
 
 @pytest.fixture(scope="module")
@@ -120,17 +115,6 @@ def test_a_unet_gives_what_pytorchs_gives(recorded, model):
     assert is_close(channels_first(output), recorded[f"unet {model}"])
 
 
-@pytest.mark.parametrize("attention", sd.ATTENTION)
-def test_every_attention_is_softmax_of_scores_times_values(attention):
-    query = common.made_up_input("query", 2, 5, 3, 8)
-    key = common.made_up_input("key", 2, 7, 3, 8)
-    value = common.made_up_input("value", 2, 7, 3, 8)
-    weights = np.exp(np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(8))
-    weights /= weights.sum(axis=-1, keepdims=True)
-    expected = np.einsum("bhqk,bkhd->bqhd", weights, value)
-    assert is_close(sd.ATTENTION[attention](query, key, value), expected)
-
-
 def test_a_vae_gives_what_pytorchs_gives(recorded):
     config = read_part_config("vae", common.SMALL_VAE)
     image = 1 / (1 + np.exp(-common.made_up_input("image", 1, 3, 8, 12)))
@@ -194,63 +178,3 @@ def test_safetensors_in_pytorchs_format_hold_what_flax_files_hold(tmp_path):
     assert config == expected_config
     assert jax.tree.all(jax.tree.map(np.array_equal, params, expected))
     assert np.array_equal(tokenize(["a red star", ""]), expected_tokenize(["a red star", ""]))
-
-
-ODD_TEXTS = [
-    "",
-    " ",
-    "a small red heart",
-    "A  SMALL\nred heart!!",
-    "it's we'll I'd",
-    "12345",
-    "a" * 200,
-    "naïve café",
-    "…",
-]
-ODD_PIECES = [
-    *"aäßéñçøİıΩжя中日本한ไทย0123456789½²'’s.,;:!?-_/#<|> \t\n\u00a0\u3000\u200b",
-    *["🙂", "e\u0301", "'s", "'LL", "heart", "Red", "isn't"],
-    *["<|endoftext|>", "<|startoftext|>", "<|ENDOFTEXT|>"],
-]
-
-
-def test_tokens_are_those_of_clips_fast_tokenizer():
-    random = np.random.default_rng(0)
-    texts = list(ODD_TEXTS)
-    for _ in range(1200):
-        texts.append("".join(random.choice(ODD_PIECES, random.integers(1, 60))))
-    tokenize = Tokenizer((read_tokenizer(SHAPES_SD / "tokenizer"),))
-    with pytest.warns(UserWarning, match="are read: not"):
-        found = tokenize(texts)[:, 0]
-    expected = CLIPTokenizerFast.from_pretrained(SHAPES_SD / "tokenizer")(texts, **PADDED)
-    assert np.array_equal(found, expected.input_ids)
-
-
-def test_one_string_in_place_of_a_list_of_prompts_is_refused():
-    tokenize = Tokenizer((read_tokenizer(SHAPES_SD / "tokenizer"),))
-    with pytest.raises(TypeError, match=r"Give a list of prompts: \['a star'\]"):
-        tokenize("a star")
-
-
-def test_a_sign_that_fills_up_is_a_special_token_in_a_prompt_as_well(tmp_path):
-    """The second tokenizer of Stable Diffusion XL fills up with exclamation marks."""
-    folder = shutil.copytree(SHAPES_SD / "tokenizer", tmp_path / "tokenizer")
-    for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        settings = json.loads((folder / file).read_text()) | {"pad_token": "!"}
-        (folder / file).write_text(json.dumps(settings))
-    texts = ["wow!", "a red! heart", "!", "a heart"]
-    found = Tokenizer((read_tokenizer(folder),))(texts)[:, 0]
-    expected = CLIPTokenizerFast.from_pretrained(folder)(texts, **PADDED)
-    assert np.array_equal(found, expected.input_ids)
-
-
-@pytest.mark.parametrize("name", ["shapes-sd", "shapes-sdxl"])
-def test_a_prompt_that_is_too_long_is_warned_of_once_with_what_is_not_read(name):
-    _, _, tokenize = sd.load(bundled_checkpoint(name).source)
-    with pytest.warns(UserWarning) as warned:
-        tokenize(["a red heart " * 30])
-    lost = " ".join(["a red heart"] * 5)
-    assert [str(warning.message) for warning in warned] == [
-        f"A prompt has 90 tokens, and 75 are read: not {lost!r}."
-    ]
-    assert warned[0].filename == __file__
