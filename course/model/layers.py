@@ -172,23 +172,17 @@ def group_norm(p: dict, name: str, x: jax.Array, groups: int, epsilon: float) ->
     return (x * factor + summand).astype(x.dtype)
 
 
-def standardize(x: jax.Array, epsilon: float) -> jax.Array:
-    """``torch.nn.LayerNorm`` without parameters: each vector gets the mean 0 and the variance 1.
-
-    ``x`` is (..., channels), and so is the result, in float32.
-    """
-    wide = x.astype(jnp.float32)
-    mean = wide.mean(axis=-1, keepdims=True)
-    variance = jnp.maximum((wide**2).mean(axis=-1, keepdims=True) - mean**2, 0)
-    return (wide - mean) * jax.lax.rsqrt(variance + epsilon)
-
-
 def layer_norm(p: dict, name: str, x: jax.Array, epsilon: float = 1e-5) -> jax.Array:
-    """``torch.nn.LayerNorm``: mean 0 and variance 1, then a factor and a summand for each channel.
+    """``torch.nn.LayerNorm``: each vector of channels gets the mean 0 and the variance 1.
 
     ``x`` and the result are (..., channels).
     """
-    y = standardize(x, epsilon) * p[f"{name}.weight"] + p[f"{name}.bias"]
+    weight = p[f"{name}.weight"]
+    bias = p[f"{name}.bias"]
+    wide = x.astype(jnp.float32)
+    mean = wide.mean(axis=-1, keepdims=True)
+    variance = jnp.maximum((wide**2).mean(axis=-1, keepdims=True) - mean**2, 0)
+    y = (wide - mean) * jax.lax.rsqrt(variance + epsilon) * weight + bias
     return y.astype(x.dtype)
 
 
