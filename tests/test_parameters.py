@@ -30,7 +30,7 @@ def held_on_each(shapes, where):
     return sum(jax.tree.leaves(pieces))
 
 
-def test_fully_sharded_parameters_take_an_eighth_and_tensor_parallel_ones_less(library):
+def test_each_device_holds_as_much_of_the_parameters_as_rules_say(library):
     package, config = library
     shapes = package.parameter_shapes(config)
 

@@ -268,7 +268,7 @@ def test_the_recorded_chips_share_the_work_of_their_images(splits):
     assert alone < flops_of_an_image("tensor") < 1.4 * alone
 
 
-def test_recorded_weights_move_beside_the_arithmetic_and_data_parallel_chips_exchange_nothing(
+def test_recorded_weights_move_while_chips_calculate(
     splits,
 ):
     assert splits["data"].exchanges == ()
