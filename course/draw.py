@@ -394,9 +394,6 @@ def start_ray(
     # Nothing is reported to Ray's makers, and what its processes log stays in their files.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    # A busy machine needs more than the 30 seconds that Ray waits for its own processes.
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-    os.environ.setdefault("RAY_agent_register_timeout_ms", "120000")
     ray = import_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     options = {"log_to_driver": False, "logging_level": logging.ERROR}

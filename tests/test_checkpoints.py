@@ -207,25 +207,48 @@ def test_a_hub_id_is_taken_with_its_revision(choose, hub):
     assert chosen.dtype == jnp.float32, "as this is a CPU"
 
 
-@pytest.mark.parametrize(
-    ("choice", "model"),
-    [
-        ("shapes-sdxl", "sd"),
-        ("shapes-sd", "sdxl"),
-        (helpers.bundled_checkpoint("shapes-sd").source, "sdxl"),
-        (SDXL, "sd"),
-        ("shapes-flux2", "sd"),
-    ],
-    ids=["XL", "SD", "folder", "on the Hub", "FLUX.2"],
-)
-def test_a_checkpoint_for_another_architecture_is_refused(choose, hub, choice, model):
-    with pytest.raises(RuntimeError, match=r"is made for .*, and this chapter teaches Flax"):
-        choose(choice, model)
+# What is chosen, for which chapter, the sizes of files on the Hub if not usual, the sentence.
+FOR_FLAX = r"is made for .*, and this chapter teaches Flax"
+NOTHING = r"no folder, no Hub id \(owner/name\), and no bundled"
+KINDS = "holds no pipeline with Flax weights or safetensors"
+REFUSALS = {
+    "XL": ("shapes-sdxl", ("sd",), None, FOR_FLAX),
+    "SD": ("shapes-sd", ("sdxl",), None, FOR_FLAX),
+    "a folder": (helpers.bundled_checkpoint("shapes-sd").source, ("sdxl",), None, FOR_FLAX),
+    "XL on the Hub": (SDXL, ("sd",), None, FOR_FLAX),
+    "FLUX.2": ("shapes-flux2", ("sd",), None, FOR_FLAX),
+    "not FLUX.2": (
+        "shapes-sd",
+        ("flux2", True),
+        None,
+        "and this chapter teaches Flux2KleinPipeline: set",
+    ),
+    "no weights": (SD, ("sd", True), {"unet/weights.bin": 10**9}, KINDS),
+    "no FLUX.2 weights": (
+        KLEIN,
+        ("flux2", True),
+        {"unet/weights.bin": 10**9},
+        "holds no pipeline with safetensors: choose",
+    ),
+    "a wrong name": ("shapes-sd15", (), None, NOTHING),
+    "a wrong folder": ("./nowhere/at-all", (), None, NOTHING),
+    "a wrong path": ("/nowhere", (), None, NOTHING),
+    "too large a model": (
+        SD,
+        (),
+        {checkpoints.FLAX_WEIGHTS: 10**18},
+        r"needs 1000000000\.0 GB of disk, .* set HF_HOME",
+    ),
+}
 
 
-def test_stable_diffusion_is_refused_where_flux2_is_taught(choose):
-    with pytest.raises(RuntimeError, match="and this chapter teaches Flux2KleinPipeline: set"):
-        choose("shapes-sd", "flux2", safetensors=True)
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_a_chapter_cannot_load_is_refused_in_a_sentence(choose, hub, what):
+    choice, chapter, sizes, sentence = REFUSALS[what]
+    if sizes:
+        hub.sizes = sizes
+    with pytest.raises(RuntimeError, match=sentence):
+        choose(choice, *chapter)
 
 
 def test_the_base_of_flux2_klein_gets_more_steps_and_guidance(choose, hub):
@@ -242,16 +265,10 @@ def test_safetensors_are_for_the_later_chapters(choose, hub, with_safetensors):
         assert choose(choice, safetensors=True).source == choice
 
 
-def test_a_place_without_weights_is_refused(choose, hub, tmp_path):
-    hub.sizes = {"unet/weights.bin": 10**9}
+def test_a_folder_without_weights_is_refused(choose, tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps(PYTORCH_CONFIGS[SD]))
-    for choice in (str(tmp_path), SD):
-        with pytest.raises(
-            RuntimeError, match="holds no pipeline with Flax weights or safetensors"
-        ):
-            choose(choice, safetensors=True)
-    with pytest.raises(RuntimeError, match="holds no pipeline with safetensors: choose"):
-        choose(KLEIN, "flux2", safetensors=True)
+    with pytest.raises(RuntimeError, match=KINDS):
+        choose(str(tmp_path), safetensors=True)
 
 
 def test_a_folder_says_which_model_it_holds(tmp_path):
@@ -265,18 +282,6 @@ def test_a_folder_says_which_model_it_holds(tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name":')
     with pytest.raises(RuntimeError, match=r"model_index\.json is damaged"):
         models.which_model(tmp_path)
-
-
-@pytest.mark.parametrize("choice", ["shapes-sd15", "./nowhere/at-all", "/nowhere"])
-def test_a_name_that_is_nothing_is_refused(choose, choice):
-    with pytest.raises(RuntimeError, match=r"no folder, no Hub id \(owner/name\), and no bundled"):
-        choose(choice)
-
-
-def test_weights_that_do_not_fit_on_the_disk_are_refused(choose, hub):
-    hub.sizes = {checkpoints.FLAX_WEIGHTS: 10**18}
-    with pytest.raises(RuntimeError, match=r"needs 1000000000\.0 GB of disk, .* set HF_HOME"):
-        choose(SD)
 
 
 def test_without_the_hub_nothing_else_is_taken_in_its_place(choose, no_hub):
