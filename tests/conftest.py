@@ -22,6 +22,7 @@ from diffusers import FlaxDiffusionPipeline
 from playwright.sync_api import sync_playwright
 
 import helpers
+from course import sd
 from course.sd.samplers import SAMPLERS, Sampler
 from helpers import packages
 from tools import workshop
@@ -97,6 +98,21 @@ def pipeline(loaded):
 @pytest.fixture(scope="session")
 def params(loaded):
     return loaded[1]
+
+
+@pytest.fixture(scope="session")
+def models():
+    """Both bundled models of Stable Diffusion: parameters, configuration, tokenizer."""
+    names = ("shapes-sd", "shapes-sdxl")
+    return {name: sd.load(helpers.bundled_checkpoint(name).source) for name in names}
+
+
+@pytest.fixture(scope="session")
+def folder(models, tmp_path_factory):
+    """A folder in diffusers' format with the bundled checkpoint of Stable Diffusion 1."""
+    folder = tmp_path_factory.mktemp("saved")
+    sd.save(models["shapes-sd"][0], helpers.bundled_checkpoint("shapes-sd").source, folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

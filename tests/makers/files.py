@@ -95,8 +95,26 @@ def save(tensors: dict, file: Path, metadata: dict | None = None) -> Path:
     return file
 
 
+def save_in_parts(tensors: dict, folder: Path, stem: str, count: int) -> None:
+    """Write so many files of safetensors, and an index that says which has which tensors."""
+    names = sorted(tensors)
+    places = {}
+    for n in range(count):
+        file = f"{stem}-{n + 1:05}-of-{count:05}.safetensors"
+        save({name: tensors[name] for name in names[n::count]}, folder / file)
+        places |= dict.fromkeys(names[n::count], file)
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
 def is_same(params: dict, others: dict) -> bool:
-    """Whether two models have the same numbers."""
-    return jax.tree.all(
-        jax.tree.map(lambda x, y: np.array_equal(x, jnp.asarray(y)), params, others)
-    )
+    """Whether two models have the same numbers in the same dtypes."""
+
+    def is_equal(one, other):
+        return one.dtype == other.dtype and np.array_equal(one, jnp.asarray(other))
+
+    return jax.tree.all(jax.tree.map(is_equal, params, others))
+
+
+def assert_same_image(found: np.ndarray, recorded: np.ndarray) -> None:
+    """Raise unless an image is within 1 / 255 of what was recorded with 16 bits."""
+    assert 255 * np.abs(np.asarray(found) - recorded / np.float32(65535)).max() < 1

@@ -1,0 +1,228 @@
+"""LoRA files, merged and beside the weights, as on PyTorch, and with bad input.
+
+``python -m tests.makers.own_weights`` made what PyTorch draws, with the LoRAs of
+``tests.makers.loras``.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import course.lora
+from course import sd
+from course.model.files import to_channels_first, unstack_layers
+from course.model.lora import attach, merge
+from course.sd import convert, lora
+from helpers import bundled_checkpoint
+from tests.makers import common
+from tests.makers import files as make
+
+SOURCES = {name: Path(bundled_checkpoint(name).source) for name in ("shapes-sd", "shapes-sdxl")}
+SD = SOURCES["shapes-sd"]
+UNET = "unet/diffusion_pytorch_model.safetensors"
+BIAS = "conv_in.bias"
+BUNDLED = SD.parent / "loras"
+LORAS = {
+    "diffusers": BUNDLED / "blue-for-red.safetensors",
+    "kohya": BUNDLED / "star-for-heart.safetensors",
+    "xl": common.FIXTURES / "lora-random-xl.safetensors",
+}
+ARCHITECTURES = {"diffusers": "shapes-sd", "kohya": "shapes-sd", "xl": "shapes-sdxl"}
+# With which of these diffusers drew, at which scales.
+BOTH = {"diffusers": 0.7, "kohya": 0.9}
+MIXTURES = [{"diffusers": 1.0}, {"diffusers": 0.5}, {"kohya": 0.8}, BOTH, {"xl": 1.0}]
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return np.load(common.FIXTURES / "pytorch-own-weights.npz")
+
+
+@pytest.fixture(scope="module")
+def loras(models):
+    found = {}
+    for name, file in LORAS.items():
+        params, config, _ = models[ARCHITECTURES[name]]
+        found[name] = lora.read_lora(file, params, config)
+    return found
+
+
+@pytest.fixture(scope="module")
+def draw(models, loras, recorded):
+    """A function that draws the recorded prompts, with LoRAs beside the weights at some scales."""
+    latents = np.moveaxis(recorded["latents"], 1, -1)
+
+    @functools.partial(jax.jit, static_argnames="config")
+    def draw_with(params, config, loras, scales, ids, negative_ids):
+        for name, pairs in loras.items():
+            params = attach(params, pairs, scales[name])
+        key = jax.random.key(0)
+        inputs = ids, key, negative_ids, 10, 3.0, latents
+        return sd.generate(params, config, *inputs, sampler="ddim")
+
+    def draw(model, params, scales=None):
+        _, config, tokenize = models[model]
+        ids = tokenize([str(prompt) for prompt in recorded["prompts"]])
+        # Stable Diffusion XL does without a negative prompt, as its pipeline does.
+        negative_ids = None if config.is_xl else tokenize([""])
+        its = {name: pairs for name, pairs in loras.items() if ARCHITECTURES[name] == model}
+        scales = dict.fromkeys(its, 0.0) | (scales or {})
+        return draw_with(params, config, its, scales, ids, negative_ids)
+
+    return draw
+
+
+@pytest.mark.parametrize("scales", MIXTURES, ids=str)
+def test_loras_give_pytorchs_image_merged_and_beside_the_weights(
+    models, loras, draw, recorded, scales
+):
+    model = ARCHITECTURES[next(iter(scales))]
+    params = merged = models[model][0]
+    for name, scale in scales.items():
+        merged = merge(merged, loras[name], scale)
+    key = model.removeprefix("shapes-")
+    expected = recorded[f"{key} {json.dumps(scales)}"]
+    make.assert_same_image(draw(model, merged), expected)
+    make.assert_same_image(draw(model, params, scales), expected)
+    without = recorded[key]
+    assert np.abs(expected / 257 - without / 257).max() > 50, "one cannot see the LoRA"
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_a_lora_is_taken_out_again_to_rounding(models, loras, name):
+    params = models[ARCHITECTURES[name]][0]
+    back = merge(merge(params, loras[name], 0.8), loras[name], -0.8)
+    for value, before in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
+        assert np.abs(value - before).max() <= 2e-7 * max(1, np.abs(before).max())
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_a_lora_that_is_saved_is_read_again(models, loras, name, tmp_path):
+    params, config, _ = models[ARCHITECTURES[name]]
+    lora.save_lora(tmp_path / "new" / "lora.safetensors", loras[name], config, np.float32)
+    assert make.is_same(
+        lora.read_lora(tmp_path / "new" / "lora.safetensors", params, config), loras[name]
+    )
+
+
+def test_kohyas_files_for_xl_may_name_the_unet_as_the_original_layout_does(models, loras, tmp_path):
+    params, config, _ = models["shapes-sdxl"]
+    theirs = {}
+    for name in unstack_layers(params["unet"]):
+        ours = name.removesuffix(".weight").replace(".", "_")
+        original = convert.name_unet(name, config).removesuffix(".weight").replace(".", "_")
+        theirs[f"lora_unet_{ours}"] = f"lora_unet_{original}"
+    tensors = {}
+    for name, value in load_file(LORAS["xl"]).items():
+        layer, ending = name.split(".", 1)
+        tensors[f"{theirs.get(layer, layer)}.{ending}"] = value
+    assert any(name.startswith("lora_unet_input_blocks_") for name in tensors)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    assert make.is_same(lora.read_lora(tmp_path / "lora.safetensors", params, config), loras["xl"])
+
+
+def run_command(*arguments):
+    assert course.lora.main([*map(str, arguments)]) == 0
+
+
+def test_the_command_merges_files_into_a_folder(models, loras, folder, tmp_path, capsys):
+    files = [f"{LORAS[name]}={scale}" for name, scale in BOTH.items()]
+    run_command(folder, tmp_path, *files)
+    said = capsys.readouterr().out
+    expected = models["shapes-sd"][0]
+    for name, scale in BOTH.items():
+        assert f"Added {LORAS[name]}, {scale} times" in said
+        expected = merge(expected, loras[name], scale)
+    assert make.is_same(sd.load(tmp_path)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16])
+def test_the_command_keeps_the_dtype_of_the_files(models, loras, tmp_path, dtype):
+    params, _, _ = models["shapes-sd"]
+    source = tmp_path / "source"
+    sd.save(params, SD, source, dtype)
+    for file in source.rglob("*.safetensors"):
+        file.rename(file.with_suffix(".half.safetensors"))
+    inputs = source, tmp_path / "new", f"{LORAS['kohya']}=0.5", "--variant", "half"
+    run_command(*inputs)
+    found = load_file(tmp_path / "new" / UNET)
+    assert {value.dtype for value in found.values()} == {jnp.dtype(dtype)}
+    rounded, _, _ = sd.load(source, variant="half")
+    expected = merge(rounded, loras["kohya"], 0.5)["unet"]["conv_in.weight"]
+    assert np.array_equal(
+        found["conv_in.weight"], to_channels_first("conv_in.weight", expected.astype(dtype))
+    )
+    inputs = source, tmp_path / "new", LORAS["kohya"], "--variant", "half"  # at the scale of 1
+    run_command(*inputs, "--dtype", "float32")
+    expected = merge(rounded, loras["kohya"], 1)["unet"]["conv_in.weight"]
+    found = load_file(tmp_path / "new" / UNET)
+    assert np.array_equal(found["conv_in.weight"], to_channels_first("conv_in.weight", expected))
+
+
+def only_first_halves_cut(tensors):
+    """Of each pair, the first matrix with a row less."""
+    return {name: value[:2] if "lora_A" in name else value for name, value in tensors.items()}
+
+
+def other_widths(tensors):
+    return {name: value[:, :-1] if "lora_A" in name else value for name, value in tensors.items()}
+
+
+def without_some_halves(tensors):
+    return {name: value for name, value in tensors.items() if "attn1.to_q.lora_B" not in name}
+
+
+def with_more(ending, value):
+    """Give one layer another array."""
+
+    def change(tensors):
+        layer = next(iter(tensors)).split(".lora")[0]
+        return tensors | {f"{layer}.{ending}": value}
+
+    return change
+
+
+REFUSALS = {
+    "half of a pair": (without_some_halves, "of which only one half is there"),
+    "no LoRA": (lambda tensors: {BIAS: np.zeros(3, np.float32)}, "fit nothing .*: conv_in.bias"),
+    "of a model with other widths": (other_widths, "get one made for it"),
+    "halves that do not fit each other": (only_first_halves_cut, "of two ranks: get it again"),
+    "an alpha that is not one number": (
+        with_more("alpha", np.ones(2, np.float32)),
+        "fit nothing in this model: .*alpha",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_a_lora_that_does_not_fit_is_refused_in_a_sentence(models, tmp_path, how):
+    params, config, _ = models["shapes-sd"]
+    change, message = REFUSALS[how]
+    tensors = change(load_file(LORAS["diffusers"]))
+    tensors = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    with pytest.raises(ValueError, match=message):
+        lora.read_lora(tmp_path / "lora.safetensors", params, config)
+
+
+def test_a_file_that_is_no_whole_lora_is_refused_in_a_sentence(models, tmp_path):
+    params, config, _ = models["shapes-sd"]
+    data = LORAS["diffusers"].read_bytes()
+    (tmp_path / "half.safetensors").write_bytes(data[: len(data) // 2])
+    tensors = load_file(LORAS["diffusers"])
+    options = {"lora_adapter_metadata": "{"}
+    save_file(tensors, tmp_path / "options.safetensors", metadata=options)
+    for name, message in {
+        "lora.pt": "is a pickle",
+        "nothing.safetensors": "is missing",
+        "half.safetensors": "damaged or no safetensors",
+        "options.safetensors": "options of PEFT that are damaged",
+    }.items():
+        with pytest.raises((FileNotFoundError, ValueError), match=message):
+            lora.read_lora(tmp_path / name, params, config)

@@ -1,0 +1,523 @@
+"""Which files are read: each kind in docs/which-files.toml, tried by the function of its name.
+
+The files are made here of the bundled checkpoints, or were written by PEFT, diffusers and LyCORIS
+(``python -m tests.makers.strangers``).
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import tomllib
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import course.convert
+import helpers.models
+from course import flux2, sd
+from course.model.files import stack_layers, to_files, unstack_layers
+from course.sd import convert, lora, words
+from course.sd.clip import EMBEDDINGS
+from helpers import bundled_checkpoint, find_model
+from tests.makers import common
+from tests.makers import files as make
+
+SD = Path(bundled_checkpoint("shapes-sd").source)
+XL = Path(bundled_checkpoint("shapes-sdxl").source)
+STRANGERS = common.FIXTURES / "strangers"
+KOHYA = SD.parent / "loras" / "star-for-heart.safetensors"
+PEFT = SD.parent / "loras" / "blue-for-red.safetensors"
+UNET = "unet/diffusion_pytorch_model"
+LIST = common.ROOT / "docs" / "which-files.toml"
+KINDS = {}
+for group in tomllib.loads(LIST.read_text(encoding="utf-8"))["groups"]:
+    KINDS |= group["kinds"]
+
+
+class Bench:
+    """What a case works with: the models, the tensors of their single files, and a folder."""
+
+    def __init__(self, models, singles, folder, place):
+        self.params, self.config, self.tokenize = models["shapes-sd"]
+        self.xl_params, self.xl_config, self.xl_tokenize = models["shapes-sdxl"]
+        self.sd2_config = dataclasses.replace(
+            self.config, text=(dataclasses.replace(self.config.text[0], hidden_act="gelu"),)
+        )
+        self.singles = singles
+        self.folder = folder
+        self.place = place
+        self.file = place / "model.safetensors"
+
+    def single(self, tensors, config=None, expected=None, **others):
+        """Read a single file with these tensors, and compare it with a model."""
+        file = make.save(tensors, self.file)
+        found = convert.read_single_file(file, config or self.config, **others)
+        found = {part: stack_layers(values) for part, values in found.items()}
+        assert make.is_same(found, self.params if expected is None else expected)
+
+    def folder_copy(self):
+        """A folder in diffusers' format, whose files are links."""
+        copy = self.place / "folder"
+        shutil.copytree(self.folder, copy, copy_function=os.link)
+        return copy
+
+    def lora(self, file, config=None, params=None):
+        return lora.read_lora(file, params or self.params, config or self.config)
+
+    def products(self, name, file):
+        """Read a LoRA, and compare what it adds with what it adds on PyTorch."""
+        recorded = json.loads((STRANGERS / "products.json").read_text(encoding="utf-8"))
+        found = self.lora(file)
+        for layer, expected in recorded["products"][name].items():
+            part = "text_encoder" if layer.startswith("text_model") else "unet"
+            of_layers = {}
+            for weight, pair in found[part].items():
+                of_layers |= unstack_layers({weight: pair.product})
+            added = np.asarray(of_layers[f"{layer}.weight"]).sum(axis=0)
+            np.testing.assert_allclose(added, expected, rtol=1e-4, atol=1e-5)
+
+    def word(self, tensors, name="cat-toy.safetensors", xl=False, **options):
+        """Read a file with a word, and return the model's tables, and a function for prompts."""
+        file = make.save(tensors, self.place / name)
+        if xl:
+            model = self.xl_params, self.xl_config, self.xl_tokenize
+        else:
+            model = self.params, self.config, self.tokenize
+        return words.read_embedding(file, *model, **options)
+
+
+@pytest.fixture(scope="module")
+def singles(models):
+    """The tensors of single files."""
+    found = {}
+    for name, (params, config, _) in models.items():
+        found[name] = make.single_file(params, config)
+    return found
+
+
+@pytest.fixture
+def bench(models, singles, folder, tmp_path):
+    return Bench(models, singles, folder, tmp_path)
+
+
+def without(tensors, *beginnings):
+    return {name: value for name, value in tensors.items() if not name.startswith(beginnings)}
+
+
+# One file with a whole model.
+
+
+def try_sd1(bench):
+    bench.single(bench.singles["shapes-sd"])
+    for dtype in (np.float16, jnp.bfloat16):
+        expected = jax.tree.map(lambda x, dtype=dtype: np.asarray(x, dtype), bench.params)
+        tensors = {name: value.astype(dtype) for name, value in bench.singles["shapes-sd"].items()}
+        bench.single(tensors, expected=expected)
+
+
+def try_ema(bench):
+    bench.single(make.with_training(bench.singles["shapes-sd"]))
+
+
+def try_short_text(bench):
+    layouts = make.layout_of("text_encoder", convert.TEXT_1, "short")
+    bench.single(make.single_file(bench.params, bench.config, layouts))
+
+
+def try_sd2(bench):
+    tensors = make.single_file(bench.params, bench.sd2_config)
+    assert any(name.startswith("cond_stage_model.model.") for name in tensors)
+    bench.single(tensors, bench.sd2_config)
+    layouts = make.layout_of("text_encoder", "conditioner.embedders.0.model.")
+    bench.single(make.single_file(bench.params, bench.sd2_config, layouts), bench.sd2_config)
+
+
+def wide_norms(tensors):
+    """A Stable Diffusion 2 that predicts velocities, as one sees by its last norm."""
+    name = max(
+        name
+        for name in tensors
+        if name.startswith("model.diffusion_model.output_blocks.3")
+        and name.endswith("transformer_blocks.0.norm1.bias")
+    )
+    return tensors | {name: np.linspace(-1, 1, tensors[name].size, dtype=np.float32)}
+
+
+def try_sd2_v(bench):
+    file = make.save(wide_norms(make.single_file(bench.params, bench.sd2_config)), bench.file)
+    assert bench.sd2_config.schedule.prediction_type == "v_prediction"
+    schedule = convert.read_schedule(file, bench.sd2_config)
+    assert schedule == bench.sd2_config.schedule
+    base = like_base(bench.sd2_config)
+    schedule = convert.read_schedule(file, base, "v_prediction")
+    assert schedule == bench.sd2_config.schedule
+
+
+def like_base(config):
+    schedule = dataclasses.replace(config.schedule, prediction_type="epsilon")
+    return dataclasses.replace(config, schedule=schedule)
+
+
+def try_sd2_v_like_base(bench):
+    file = make.save(wide_norms(make.single_file(bench.params, bench.sd2_config)), bench.file)
+    convert.read_schedule(file, like_base(bench.sd2_config))
+
+
+def try_xl(bench):
+    bench.single(bench.singles["shapes-sdxl"], bench.xl_config, bench.xl_params)
+
+
+def try_xl_v(bench):
+    base = like_base(bench.xl_config)
+    empty = np.zeros(0, np.float32)
+    file = make.save(bench.singles["shapes-sdxl"] | {"v_pred": empty, "ztsnr": empty}, bench.file)
+    schedule = convert.read_schedule(file, base)
+    assert schedule.prediction_type == "v_prediction"
+    assert schedule.rescale_betas_zero_snr
+    assert schedule.timestep_spacing == "trailing"
+    file = make.save(bench.singles["shapes-sdxl"], file, {"modelspec.prediction_type": "v"})
+    assert convert.read_schedule(file, base).prediction_type == "v_prediction"
+    # The command writes it into the folder, from where it is read again.
+    source = bench.place / "like"
+    shutil.copytree(XL, source)
+    make.edit_json(
+        source / "scheduler" / "scheduler_config.json",
+        lambda options: options | {"prediction_type": "epsilon"},
+    )
+    make.save(bench.singles["shapes-sdxl"] | {"v_pred": empty, "ztsnr": empty}, file)
+    assert course.convert.main([str(file), str(bench.place / "new"), "--like", str(source)]) == 0
+    params, config, _ = sd.load(bench.place / "new")
+    assert config.schedule == schedule
+    assert make.is_same(params, bench.xl_params)
+
+
+def try_diffusers_names(bench):
+    layouts = {}
+    for part in ("unet", "vae", "text_encoder"):
+        layouts |= make.layout_of(part, f"{part}.")
+    bench.single(make.single_file(bench.params, bench.config, layouts))
+
+
+def try_other_vae(bench):
+    zeros = jax.tree.map(np.zeros_like, bench.params["vae"])
+    expected = bench.params | {"vae": zeros}
+    for layout in convert.ALONE["vae"]:
+        alone = make.single_file({"vae": zeros}, bench.config, {"vae": layout})
+        file = make.save(alone, bench.place / "vae.safetensors")
+        bench.single(bench.singles["shapes-sd"], expected=expected, vae=file)
+        bench.single(without(bench.singles["shapes-sd"], convert.VAE), expected=expected, vae=file)
+    bench.single(bench.singles["shapes-sd"], vae=bench.folder)
+    bench.single(bench.singles["shapes-sd"], vae=bench.folder / "vae")
+
+
+def try_other_text(bench):
+    zeros = jax.tree.map(np.zeros_like, bench.params["text_encoder"])
+    for layout in convert.ALONE["text_encoder"]:
+        alone = make.single_file({"text_encoder": zeros}, bench.config, {"text_encoder": layout})
+        file = make.save(alone, bench.place / "text.safetensors")
+        expected = bench.params | {"text_encoder": zeros}
+        bench.single(bench.singles["shapes-sd"], expected=expected, text_encoder=file)
+
+
+def try_no_vae(bench):
+    bench.single(without(bench.singles["shapes-sd"], convert.VAE))
+
+
+def try_only_unet(bench):
+    layouts = {"unet": convert.Layout("", "diffusers")}
+    alone = make.single_file({"unet": bench.params["unet"]}, bench.config, layouts)
+    bench.single(alone, vae=bench.folder, text_encoder=bench.folder)
+    bench.single(alone)
+
+
+def try_wrong_kind(bench):
+    name = "model.diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight"
+    bench.single(bench.singles["shapes-sd"] | {name: np.zeros((96, 2048), np.float32)})
+
+
+def try_inpainting(bench):
+    bench.single(make.for_inpainting(bench.singles["shapes-sd"]))
+
+
+def try_edm(bench):
+    bench.single(bench.singles["shapes-sdxl"] | {"edm_vpred.sigma_max": np.zeros(1, np.float32)})
+
+
+def try_sd3_flux(bench):
+    bench.single({"double_blocks.0.img_attn.qkv.weight": np.zeros((3, 3), np.float32)})
+
+
+def try_fp8(bench):
+    bench.single(make.in_8_bits(bench.singles["shapes-sd"]))
+
+
+def try_gguf(bench):
+    bench.file.write_bytes(b"GGUF\x03\0\0\0" + bytes(99))
+    convert.read_single_file(bench.file, bench.config)
+
+
+def try_pickle(bench):
+    for name in ("model.ckpt", "model.pt", "model.pth", "model.bin"):
+        with pytest.raises(ValueError, match="is a pickle"):
+            convert.read_single_file(bench.place / name, bench.config)
+    bench.file.write_bytes(b"PK\x03\x04" + bytes(99))  # as PyTorch writes it
+    convert.read_single_file(bench.file, bench.config)
+
+
+def try_lfs(bench):
+    bench.file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4\n")
+    convert.read_single_file(bench.file, bench.config)
+
+
+def try_page(bench):
+    bench.file.write_bytes(b"\n<!DOCTYPE html><html>Log in, please</html>")
+    convert.read_single_file(bench.file, bench.config)
+
+
+# Folders.
+
+
+def try_folder(bench):
+    for dtype in (np.float32, np.float16, jnp.bfloat16):
+        place = bench.place / jnp.dtype(dtype).name
+        sd.save(bench.params, SD, place, dtype)
+        expected = jax.tree.map(lambda x, dtype=dtype: np.float32(x.astype(dtype)), bench.params)
+        assert make.is_same(sd.load(place)[0], expected)
+    rounded = jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), bench.params)
+    assert make.is_same(sd.load(place, jnp.bfloat16)[0], rounded)
+    assert make.is_same(sd.load(SD)[0], bench.params)  # which has Flax weights
+
+
+def try_variant(bench):
+    folder = bench.folder_copy()
+    for file in folder.rglob("*.safetensors"):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+    assert make.is_same(sd.load(folder, variant="fp16")[0], bench.params)
+
+
+def try_shards(bench):
+    folder = bench.folder_copy()
+    whole = folder / f"{UNET}.safetensors"
+    make.save_in_parts(load_file(whole), whole.parent, "diffusion_pytorch_model", 2)
+    whole.unlink()
+    assert make.is_same(sd.load(folder)[0], bench.params)
+
+
+def try_hub(bench):
+    asked = []
+
+    def give(hub_id, revision, **options):
+        asked.append((hub_id, revision))
+        return bench.folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(helpers.models, "snapshot_download", give)
+        assert find_model("owner/name@fp16") == bench.folder
+        assert find_model("owner/name") == bench.folder
+    assert asked == [("owner/name", "fp16"), ("owner/name", None)]
+    assert find_model("shapes-sd") == SD
+    assert find_model(bench.folder) == bench.folder
+
+
+def try_schedulers(bench):
+    found = {}
+    for kind, options in {
+        "UniPCMultistepScheduler": {"solver_type": "bh2", "predict_x0": True},
+        "DEISMultistepScheduler": {"algorithm_type": "deis", "solver_type": "logrho"},
+        "EulerAncestralDiscreteScheduler": {},
+        "HeunDiscreteScheduler": {},
+        "DPMSolverMultistepScheduler": {"use_karras_sigmas": True},
+    }.items():
+        folder = bench.place / kind
+        shutil.copytree(bench.folder, folder, copy_function=os.link)
+        make.edit_json(
+            folder / "model_index.json",
+            lambda index, kind=kind: index | {"scheduler": ["diffusers", kind]},
+        )
+        make.edit_json(
+            folder / "scheduler" / "scheduler_config.json",
+            lambda old, kind=kind, options=options: old | options | {"_class_name": kind},
+        )
+        with pytest.warns(UserWarning, match="draws in its place"):
+            config = sd.read_config(folder)
+        found[kind] = config.schedule.sampler
+        assert config.schedule.prediction_type == "v_prediction"
+    assert list(found.values()) == ["dpm++", "dpm++", "euler", "euler", "dpm++"]
+
+
+def try_flux2(bench):
+    source = Path(bundled_checkpoint("shapes-flux2").source)
+    params, _, _ = flux2.load(source)
+    copy = shutil.copytree(source, bench.place / "klein")
+    for part, values in params.items():
+        (whole,) = (copy / part).glob("*.safetensors")
+        whole.unlink()
+        make.save_in_parts(to_files(values), copy / part, "model", 2)
+    assert make.is_same(flux2.load(copy)[0], params)
+
+
+def try_only_bin(bench):
+    folder = bench.folder_copy()
+    (folder / f"{UNET}.safetensors").rename(folder / f"{UNET}.bin")
+    sd.load(folder)
+
+
+def try_inpainting_folder(bench):
+    folder = bench.folder_copy()
+    make.edit_json(folder / "unet" / "config.json", lambda options: options | {"in_channels": 9})
+    with pytest.raises(ValueError, match="9 channels in and 4 out, as for inpainting"):
+        sd.load(folder)
+    make.edit_json(
+        folder / "model_index.json",
+        lambda index: index | {"_class_name": "StableDiffusionInpaintPipeline"},
+    )
+    sd.load(folder)
+
+
+def try_other_pipeline(bench):
+    folder = bench.folder_copy()
+    make.edit_json(
+        folder / "model_index.json", lambda index: index | {"_class_name": "FluxPipeline"}
+    )
+    sd.load(folder)
+
+
+# LoRA.
+
+
+def try_kohya(bench):
+    found = bench.lora(KOHYA)
+    assert any("conv" in name for name in found["unet"])  # test_lora draws with it
+    xl = common.FIXTURES / "lora-random-xl.safetensors"
+    found = bench.lora(xl, bench.xl_config, bench.xl_params)
+    assert found.keys() == {"unet", "text_encoder", "text_encoder_2"}
+
+
+def try_peft(bench):
+    assert bench.lora(PEFT).keys() == {"unet", "text_encoder"}  # test_lora draws with it
+
+
+def try_peft_bare(bench):
+    bench.products("peft-bare", STRANGERS / "peft" / "adapter_model.safetensors")
+
+
+def try_no_prefix(bench):
+    bench.products("no-prefix", STRANGERS / "no-prefix.safetensors")
+
+
+def try_old_diffusers(bench):
+    bench.products("old-diffusers", STRANGERS / "old-diffusers.safetensors")
+
+
+def try_peft_no_config(bench):
+    file = bench.place / "adapter_model.safetensors"
+    shutil.copyfile(STRANGERS / "peft" / file.name, file)
+    bench.lora(file)
+
+
+def try_dora(bench):
+    with pytest.raises(ValueError, match=r"is DoRA, as base_model.*lora_magnitude_vector"):
+        bench.lora(STRANGERS / "peft-dora" / "adapter_model.safetensors")
+    bench.lora(STRANGERS / "dora.safetensors")
+
+
+def try_loha(bench):
+    bench.lora(STRANGERS / "loha.safetensors")
+
+
+def try_lokr(bench):
+    bench.lora(STRANGERS / "lokr.safetensors")
+
+
+def try_tucker(bench):
+    bench.lora(STRANGERS / "tucker.safetensors")
+
+
+def try_diff(bench):
+    bench.lora(STRANGERS / "diff.safetensors")
+
+
+def try_bundle(bench):
+    more = {"bundle_emb.toy.string_to_param.*": np.zeros((1, 64), np.float32)}
+    bench.lora(make.save(load_file(KOHYA) | more, bench.file))
+
+
+def try_other_model(bench):
+    xl = common.FIXTURES / "lora-random-xl.safetensors"
+    with pytest.raises(ValueError, match="was made for Stable Diffusion XL: get one"):
+        bench.lora(xl)
+    with pytest.raises(ValueError, match="was made for sd_v2: get one"):
+        tensors = {"lora_unet_no_layer.alpha": np.ones((), np.float32)}
+        bench.lora(make.save(tensors, bench.file, {"ss_base_model_version": "sd_v2"}))
+    bench.lora(xl)
+
+
+# New words.
+
+
+def try_word(bench):
+    vectors = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
+    for rows in (vectors[0], vectors[:1], vectors):
+        params, config, tokenize = bench.word({"<cat-toy>": rows})
+        number = rows.size // 64
+        size = len(bench.params["text_encoder"][EMBEDDINGS])
+        table = params["text_encoder"][EMBEDDINGS]
+        assert np.array_equal(table[size:], rows.reshape(-1, 64))
+        assert config.text[0].vocab_size == len(table)
+        ids = tokenize(["a red <cat-toy> star"])[0, 0].tolist()
+        plain = bench.tokenize(["a red star"])[0, 0].tolist()
+        new = list(range(size, size + number))
+        assert ids[: 5 + number] == [*plain[:3], *new, *plain[3:5]]
+
+
+def try_emb_params(bench):
+    _, _, tokenize = bench.word({"emb_params": np.ones((2, 64), np.float32)}, "toy.safetensors")
+    size = len(bench.params["text_encoder"][EMBEDDINGS])
+    assert tokenize(["toy"])[0, 0, 1:3].tolist() == [size, size + 1]
+
+
+def try_xl_word(bench):
+    first, second = (text.hidden_size for text in bench.xl_config.text)
+    tensors = {
+        "clip_l": np.ones((2, first), np.float32),
+        "clip_g": np.zeros((2, second), np.float32),
+    }
+    params, config, tokenize = bench.word(tensors, xl=True, word="toy")
+    sizes = [text.vocab_size for text in bench.xl_config.text]
+    assert [text.vocab_size for text in config.text] == [size + 2 for size in sizes]
+    assert (params["text_encoder"][EMBEDDINGS][-2:] == 1).all()
+    assert (params["text_encoder_2"][EMBEDDINGS][-2:] == 0).all()
+    ids = tokenize(["a toy"])[0]
+    for row, size in zip(ids, sizes, strict=True):
+        assert row[2:4].tolist() == [size, size + 1]
+
+
+def try_wrong_word(bench):
+    with pytest.raises(ValueError, match="has a vector of"):
+        bench.word({"toy": np.ones((1, 768), np.float32)})
+    bench.word({"clip_l": np.ones((1, 64)), "clip_g": np.ones((1, 64))})
+
+
+def try_pt_word(bench):
+    words.read_embedding(bench.place / "toy.pt", bench.params, bench.config, bench.tokenize)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_each_kind_of_file_reads_or_is_refused_by_a_sentence(bench, name):
+    try_kind = globals()[f"try_{name.replace('-', '_')}"]
+    sentence = KINDS[name].get("refused")
+    if sentence is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing is read with a warning that the list hides
+            try_kind(bench)
+        return
+    with pytest.raises((FileNotFoundError, ValueError)) as refused:
+        try_kind(bench)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
