@@ -44,6 +44,15 @@ def test_each_device_holds_as_much_of_the_parameters_as_rules_say(library):
     assert everything / 8 < both < everything / 3
 
 
+def test_tensor_parallel_splits_all_heads_and_feed_forward_channels_and_nothing_else(library):
+    package, config = library
+    where = package.shardings(config, mesh_of(4, 2), package.TENSOR_PARALLEL)
+    for part, parameters in package.model_parameters(config).items():
+        for name, parameter in parameters.items():
+            is_split = not where[part][name].is_fully_replicated
+            assert is_split == bool({"heads", "mlp", "heads_and_mlp"} & set(parameter.axes)), name
+
+
 def test_no_rule_for_heads_splits_the_one_head_of_the_vae(library):
     package, config = library
     where = package.shardings(config, mesh_of(4, 2), package.TENSOR_PARALLEL)
