@@ -119,7 +119,7 @@ def test_images_are_those_of_the_flax_pipeline(draw, flax_images, own_sampler):
     assert farthest(draw(own_sampler), flax_images) <= 1
 
 
-def test_with_the_gelu_and_epsilon_of_flax_they_are_the_same(
+def test_with_the_gelu_and_epsilon_of_flax_they_are_so_to_a_hundredth(
     draw_as_flax, flax_images, own_sampler
 ):
     assert farthest(draw_as_flax(own_sampler), flax_images) <= 0.01
@@ -252,7 +252,7 @@ def test_guidance_may_differ_from_image_to_image(small, images):
     assert farthest(found[4:], images[4:]) > 1
 
 
-def test_without_guidance_a_prompt_is_drawn_as_guidance_0_draws_it(small):
+def test_unguided_a_prompt_is_drawn_as_guidance_0_draws_a_negative_one(small):
     guided = program(small, SMALL, IDS[1:2], KEYS[:1], IDS[:1], 3, 0.0)
     assert farthest(program(small, SMALL, IDS[:1], KEYS[:1], steps=3, guided=False), guided) < 0.01
 
