@@ -53,8 +53,9 @@ def run(
     try:
         status = function(options)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        # By its name, as course.doctor runs where JAX cannot be imported.
-        if type(error).__name__ == "JaxRuntimeError":
+        # JAX is not imported here, as course.doctor runs where it cannot be.
+        errors = sys.modules.get("jax.errors")
+        if errors and isinstance(error, errors.JaxRuntimeError):
             raise  # nothing that a sentence could explain
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1

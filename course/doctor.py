@@ -76,17 +76,18 @@ def check_devices() -> Iterator[str]:
 
 def check_checkpoints() -> Iterator[str]:
     """Read every bundled checkpoint's files; unreadable ones are a problem."""
-    from helpers.checkpoints import bundled_checkpoint, bundled_names
+    from helpers.checkpoints import bundled_checkpoint
+    from helpers.models import bundled_names
 
     names = bundled_names()
     if not names:
         yield f"The bundled checkpoints are missing: {REPAIR}"
     for name in names:
-        folder = Path(bundled_checkpoint(name).source)
         try:
+            folder = Path(bundled_checkpoint(name).source)
             files = [*folder.rglob("*.msgpack"), *folder.rglob("*.safetensors")]
             size = sum(len(file.read_bytes()) for file in files)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             yield f"The bundled checkpoint {name} cannot be read ({error}): {REPAIR}"
         else:
             print(f"Bundled checkpoint {name}: {size / 1e6:.1f} MB of weights, readable")

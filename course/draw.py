@@ -41,6 +41,7 @@ from course.model.tokens import say_what_is_not_read
 from course.sd.tokenizer import Encoder, read_tokenizer
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
 from helpers.inputs import say_what_is_unknown
+from helpers.models import bundled_names, find_local, read_configuration
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
 
@@ -48,6 +49,7 @@ INSTALL = 'pip install "ray[data]"'
 PATIENCE = 1800  # seconds without any image after which to give up: a large model has to load
 SETTINGS_FILE = "settings.json"
 SHOWN = 5  # warnings about prompts; of the others, their number
+MOST_LETTERS = 200  # of a warning, which may quote a prompt of any length
 
 
 @dataclass(frozen=True)
@@ -222,12 +224,14 @@ def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -
 def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:
     """Print the first of the warnings, and how many more there are."""
     tokenizer = download(checkpoint, only=["tokenizer/*"]) / "tokenizer"
-    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
-    found = list(find_warnings(rows, read_tokenizer(tokenizer), settings.get("caption_words")))
-    for warning in found[:SHOWN]:
-        print(f"Warning: {warning}", file=sys.stderr)
-    if len(found) > SHOWN:
-        print(f"Warning: {len(found) - SHOWN} more of this kind.", file=sys.stderr)
+    words = read_configuration(tokenizer / "tokenizer_config.json").get("caption_words")
+    sentences = list(find_warnings(rows, read_tokenizer(tokenizer), words))
+    for sentence in sentences[:SHOWN]:
+        if len(sentence) > MOST_LETTERS:
+            sentence = f"{sentence[:MOST_LETTERS]} ..."
+        print(f"Warning: {sentence}", file=sys.stderr)
+    if len(sentences) > SHOWN:
+        print(f"Warning: {len(sentences) - SHOWN} more of this kind.", file=sys.stderr)
 
 
 # What comes out.
@@ -303,11 +307,14 @@ def read_settings(folder: Path) -> dict[str, str] | None:
     """Return the settings that a folder was made with; None if it has no ``settings.json``."""
     file = folder / SETTINGS_FILE
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        kept = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise RuntimeError(f"{file} cannot be read ({error}): remove it.") from None
+    if not isinstance(kept, dict):
+        raise RuntimeError(f"{file} holds no settings, but {kept!r}: remove it.")
+    return kept
 
 
 def check_same(file: Path, texts: dict[str, str], wanted: dict[str, str]) -> None:
@@ -345,7 +352,6 @@ def find_missing(folder: Path, rows: list[dict], settings: Settings) -> list[dic
     own = settings.texts()
     if images and kept is not None:  # without images, a run that drew nothing has left them
         check_same(folder / SETTINGS_FILE, kept, own)
-        own = {}  # the images were drawn with these
     for file, texts in images:
         number = texts.get("number", "")
         if number not in expected:
@@ -408,7 +414,7 @@ def start_ray(
         try:
             ray.init(address, **options)
         except Exception as error:  # of a start that takes too long, Ray says no more than that
-            reason = str(error).strip().splitlines()[0]
+            reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
             raise RuntimeError(f"Ray does not start at {address}: {reason}") from None
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     context = ray.data.DataContext.get_current()
@@ -458,7 +464,7 @@ def explain(error: Exception) -> str:
             "there is: give a smaller --batch, and look into Ray's logs."
         )
     lines = text.strip().splitlines() or [""]
-    return f"Ray stopped with {type(error).__name__}: {lines[-1].strip()}"
+    return f"Ray stopped with {type(error).__name__}: {lines[-1].strip().rstrip('.')}."
 
 
 # The command.
@@ -499,11 +505,15 @@ def draw_parser() -> argparse.ArgumentParser:
 def choose_settings(options: argparse.Namespace) -> tuple[Settings, Checkpoint]:
     """Return what to draw with, and what is known of the checkpoint."""
     checkpoint = options.checkpoint
-    if Path(checkpoint).is_dir():  # the actors may be in another folder
-        checkpoint = str(Path(checkpoint).absolute())
+    folder = find_local(checkpoint)
+    if folder and checkpoint not in bundled_names():
+        checkpoint = str(folder.absolute())  # the actors may be in another folder
     found = read_checkpoint(checkpoint)
     if found.model == "flux2":
-        raise RuntimeError(f"{checkpoint} is FLUX.2, and this command draws with Stable Diffusion.")
+        raise RuntimeError(
+            f"{checkpoint} is FLUX.2, and this command draws with Stable Diffusion: give another "
+            "--checkpoint, or draw as chapter 16 does."
+        )
     settings = Settings(
         checkpoint=checkpoint,
         seed=options.seed,

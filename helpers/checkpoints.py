@@ -1,6 +1,5 @@
 """Which weights a chapter loads: those of a real model, or a small checkpoint of the course."""
 
-import json
 import os
 import shutil
 from collections.abc import Collection, Sequence
@@ -20,6 +19,7 @@ from helpers.models import (
     find_local,
     find_model,
     hub_name,
+    read_configuration,
     read_index,
     split_hub_id,
     which_model,
@@ -150,8 +150,9 @@ def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
         )
     choice = os.environ.get(CHECKPOINT_VARIABLE)
     if choice:
-        print(f"{CHECKPOINT_VARIABLE} is set: using {choice}.")
-        return _ready(read_checkpoint(choice, safetensors, model))
+        checkpoint = read_checkpoint(choice, safetensors, model)
+        print(f"{CHECKPOINT_VARIABLE} is set: using {checkpoint.name}.")
+        return _ready(checkpoint)
 
     real = MODELS[model]
     needed = real.memory
@@ -238,6 +239,10 @@ def read_checkpoint(name: str, safetensors: bool = True, chapter: str | None = N
         if not any(isinstance(file, str) for file in cached):
             info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=10)
             sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    if sizes and "model_index.json" not in sizes:
+        raise RuntimeError(
+            f"{name} holds no pipeline in diffusers' format: choose a different one."
+        )
     folder = find_model(f"{hub_id}@{revision}", only=CONFIGURATION)
     model = which_model(folder)
     _check_architecture(name, model, chapter)
@@ -361,7 +366,7 @@ def _suitable_settings(folder: Path, model: str) -> tuple[int, int, float]:
     """
 
     def read_part(part: str) -> dict:
-        return json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
+        return read_configuration(folder / part / "config.json")
 
     vae = read_part("vae")
     if model == "flux2":

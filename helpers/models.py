@@ -72,7 +72,7 @@ def bundled_names() -> list[str]:
 
 def find_local(name: str | Path) -> Path | None:
     """Return the folder of a bundled checkpoint, or the one of that path; None if it is neither."""
-    if name in bundled_names():
+    if str(name) in bundled_names():
         return find_data("checkpoints") / name
     return Path(name) if Path(name).is_dir() else None
 
@@ -94,7 +94,7 @@ def find_model(
         it if you like.
     only : sequence of str, optional
         Patterns for the names of the files that are needed, such as ``["tokenizer/*"]``; by default
-        all that a model is loaded from. What is not on the Hub is never taken apart.
+        all that a model is loaded from. Of a folder on this machine nothing is left out.
     variant : str, optional
         The word in the names of the files with parameters, such as "fp16".
     flax : bool
@@ -176,23 +176,30 @@ def asking_hub(hub_id: str, revision: str | None) -> Iterator[None]:
         raise RuntimeError(no_network) from None
 
 
-def read_index(folder: Path) -> dict:
-    """Read the ``model_index.json`` of a folder, which names the classes of a pipeline's parts.
+def read_configuration(file: Path) -> dict:
+    """Read a configuration file of a folder in diffusers' format.
 
     Raises
     ------
     RuntimeError
-        If there is none, or it is damaged.
+        If it is missing or damaged.
     """
-    file = folder / "model_index.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        options = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
         raise RuntimeError(
             f"{file} is missing: give a whole folder in diffusers' format."
         ) from None
     except ValueError as error:
         raise RuntimeError(f"{file} is damaged ({error}): get it again.") from None
+    if not isinstance(options, dict):
+        raise RuntimeError(f"{file} is damaged (it has no names): get it again.")
+    return options
+
+
+def read_index(folder: Path) -> dict:
+    """Read the ``model_index.json`` of a folder, which names the classes of a pipeline's parts."""
+    return read_configuration(folder / "model_index.json")
 
 
 def which_model(folder: str | Path) -> str:

@@ -218,8 +218,17 @@ def test_settings_are_kept_once_and_taken_from_images_where_they_are_not(tmp_pat
     assert draw.find_missing(tmp_path, rows, settings) == []
     with pytest.raises(RuntimeError, match=r"settings\.json is .* with the steps '15', not '8'"):
         draw.find_missing(tmp_path, rows, other)
-    kept.write_text("{")
-    with pytest.raises(RuntimeError, match=r"settings\.json cannot be read .*: remove it"):
+    for damaged, sentence in (("{", "cannot be read .*: remove"), ("[]", "holds no settings")):
+        kept.write_text(damaged)
+        with pytest.raises(RuntimeError, match=rf"settings\.json {sentence}"):
+            draw.find_missing(tmp_path, rows, settings)
+
+
+def test_an_image_of_another_seed_is_none_of_a_folders_own(tmp_path):
+    settings, rows = draw.Settings("shapes-sd"), [{"number": 0, "prompt": "a red heart"}]
+    write_black(tmp_path, draw.Settings("shapes-sd", seed=1))
+    (tmp_path / draw.SETTINGS_FILE).write_text(json.dumps(settings.texts()))
+    with pytest.raises(RuntimeError, match=r"0000000\.png is there already with the seed '1'"):
         draw.find_missing(tmp_path, rows, settings)
 
 

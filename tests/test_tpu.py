@@ -119,6 +119,7 @@ def test_the_answer_is_what_compiling_in_this_process_says(monkeypatch):
     )
     assert report.collectives == tuple(find_collectives(compiled))
     assert len(report.collectives) >= 1
+    assert "Devices exchange " in str(report)
     assert "the temporaries are by memory_analysis" in report.note
     assert report.note in str(report)
 

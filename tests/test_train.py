@@ -15,7 +15,7 @@ import pytest
 from course import flux2, sd
 from course.model.autoencoder import decode_latents, encode_latents
 from course.shapes import scenes
-from lab.train import data, export, flow, loop, unet, vae
+from lab.train import data, evaluate, export, flow, loop, unet, vae
 from lab.train.__main__ import main
 from lab.train.data import CHECKPOINTS, PIXELS
 from lab.train.judging import make_drawing
@@ -349,3 +349,27 @@ def test_whitening_changes_latents_and_no_picture():
     expected = decode_latents(p, config, before, clip=False)
     found = decode_latents(white, config, latents, clip=False)
     np.testing.assert_allclose(found, expected, atol=1e-3)
+
+
+def rendered(captions: list[str]) -> np.ndarray:
+    """Draw captions as training would show them, in place of a model."""
+    said = {}
+    for scene in scenes.training_scenes(20_000, data.POOL_SEED):
+        words = scenes.caption(scene.size, scene.color, scene.shape, scene.background)
+        said[words] = scene
+    return np.stack([scenes.render(said[caption]) for caption in captions]) / np.float32(255)
+
+
+def test_pictures_that_show_what_captions_say_score_1():
+    asked = [named for named in evaluate.training_captions(60) if all(named.values())][:8]
+    report = evaluate.score(rendered, asked)
+    assert (report["pictures"], report["all"], report["refused"]) == (8, 1, 0)
+    wrong = evaluate.score(lambda captions: rendered(captions)[::-1], asked)
+    assert wrong["all"] < 0.5
+
+
+def test_a_copy_of_a_training_picture_is_found(monkeypatch):
+    monkeypatch.setattr(unet, "FIRST", replace(unet.FIRST, pool=20_000))
+    report = evaluate.nearest(rendered, None)
+    assert report["median distance"] == 0
+    assert report["median distance of fresh scenes"] > 0.05

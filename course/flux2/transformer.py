@@ -238,8 +238,8 @@ def modulation(p: dict, name: str, condition: jax.Array) -> list[jax.Array]:
 def modulated(x: jax.Array, shift: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     """adaLN: a layer norm whose scale and shift come from the time."""
     wide = x.astype(jnp.float32)
-    # Not by the mean of squares, as ``layers.layer_norm`` has it: so the TPU compiler needs half of
-    # the temporary memory for a step.
+    # Not by the mean of squares, as ``course.model.layers.layer_norm`` has it: so the TPU compiler
+    # needs half of the temporary memory for a step.
     centred = wide - wide.mean(axis=-1, keepdims=True)
     variance = jnp.square(centred).mean(axis=-1, keepdims=True)
     y = (centred * jax.lax.rsqrt(variance + epsilon)).astype(x.dtype)

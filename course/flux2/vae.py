@@ -4,12 +4,18 @@ Latents have an eighth of an image's height and width. Of each 2 x 2 of them the
 one token, whose channels the batch norm's statistics bring to the mean 0 and the variance 1.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from course.flux2.configs import VAEConfig
+from course.model.attention import plain
 from course.model.autoencoder import autoencoder_parameters, decode_latents, encode_latents
 from course.model.layers import Parameter, within
+
+# In bfloat16, too: the softmax is over all pixels of an image.
+SCORES_IN_FLOAT32 = functools.partial(plain, score_dtype=jnp.float32)
 
 
 def vae_parameters(config: VAEConfig) -> dict[str, Parameter]:
@@ -34,7 +40,7 @@ def encode(p: dict, config: VAEConfig, images: jax.Array) -> jax.Array:
     ValueError
         If images are whole numbers.
     """
-    latents, _ = encode_latents(p, config, images)
+    latents, _ = encode_latents(p, config, images, attention=SCORES_IN_FLOAT32)
     mean, deviation = _statistics(p, config)
     return (pack(latents, config) - mean) / deviation
 
@@ -47,7 +53,7 @@ def decode(p: dict, config: VAEConfig, tokens: jax.Array, height: int, width: in
     """
     mean, deviation = _statistics(p, config)
     latents = unpack(tokens * deviation + mean, config, height, width)
-    return decode_latents(p, config, latents)
+    return decode_latents(p, config, latents, attention=SCORES_IN_FLOAT32)
 
 
 def pack(latents: jax.Array, config: VAEConfig) -> jax.Array:

@@ -193,12 +193,22 @@ def write_safetensors(
 
     So a disk that is full leaves an earlier file as it was. The file's folder is made if it is not
     there.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written, because of a full disk for example.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.unfinished")
     try:
         save_file(tensors, unfinished, metadata={"format": "pt"} | (metadata or {}))
         unfinished.replace(file)
+    except SafetensorError as error:  # which is no OSError, whatever went wrong
+        raise OSError(
+            f"{file} cannot be written ({error}): make room, or give another place, and start the "
+            "same again."
+        ) from None
     finally:
         unfinished.unlink(missing_ok=True)
 

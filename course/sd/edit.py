@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course.sd.configs import Config
-from course.sd.pipeline import decode_images, denoise, prepare
+from course.sd.pipeline import check_drawing, decode_images, denoise, prepare
 from course.sd.samplers import mix_noise
 from course.sd.vae import encode
 
@@ -93,10 +93,12 @@ def inpaint(
     guidance: float | jax.Array = 7.5,
     latents: jax.Array | None = None,
     *,
+    unguided_below: float | jax.Array | None = None,
+    sampler: str | None = None,
     attention: str | Callable = "plain",
     guided: bool = True,
+    guidance_axis: str | None = None,
     decode_batch: int | None = None,
-    **options: Any,
 ) -> jax.Array:
     """Draw over images where a mask is 1, as diffusers' ``StableDiffusionInpaintPipeline`` does.
 
@@ -114,11 +116,10 @@ def inpaint(
         everywhere.
     strength : float or jax.Array
         The share of the steps that is taken, from 0 to 1. A different one compiles nothing again.
-    attention, guided, decode_batch
+    sampler : str, optional
+        "ddim", "euler" or "dpm++"; by default the model's own.
+    unguided_below, attention, guided, guidance_axis, decode_batch
         As of ``generate``.
-    **options
-        As of ``generate``: ``sampler``, which is "ddim", "euler" or "dpm++", ``guidance_axis`` and
-        ``unguided_below``.
 
     Returns
     -------
@@ -128,20 +129,22 @@ def inpaint(
     Raises
     ------
     ValueError
-        If the sampler is PNDM, which cannot start in the middle, or as of ``generate``.
+        If the sampler is PNDM, which cannot start in the middle, if images are whole numbers, or as
+        of ``generate``.
     """
+    check_drawing(attention, decode_batch)
     _, height, width, _ = images.shape
     condition, noise = prepare(
         params, config, ids, key, negative_ids, latents, height=height, width=width, guided=guided
     )
     image, _ = encode(params["vae"], config.vae, images)
-    draws = None
-    if mask is not None:
+    first = first_step(strength, jnp.int32(steps))
+    if mask is None:
+        start = image
+        put_back = None
+    else:
         size = config.pixels_per_latent
         draws = mask[::size, ::size, None] > 0.5  # for each latent, (height / 8, width / 8, 1)
-    first = first_step(strength, jnp.int32(steps))
-    start, put_back = image, None
-    if draws is not None:
         start = jnp.where(first == 0, 0, image)  # with all steps, it starts from noise alone
 
         def put_back(x: jax.Array, alpha: jax.Array) -> jax.Array:
@@ -157,10 +160,12 @@ def inpaint(
         first=first,
         image=start,
         after=put_back,
+        sampler=sampler,
+        unguided_below=unguided_below,
         attention=attention,
         guided=guided,
-        **options,
+        guidance_axis=guidance_axis,
     )
-    if draws is not None:
+    if mask is not None:
         latents = jnp.where(draws, latents, image)
     return decode_images(params, config, latents, attention, decode_batch)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from course.model.attention import find_attention
 from course.model.parameters import check_parameters
 from course.sd.clip import encode_text
 from course.sd.configs import Config
@@ -311,6 +312,13 @@ def denoise(
     return jnp.where((steps >= 1) & (steps <= most_steps), latents, jnp.nan)
 
 
+def check_drawing(attention: str | Callable, decode_batch: int | None) -> None:
+    """Raise ``ValueError``, before long work, unless these arguments of ``generate`` can be."""
+    find_attention(attention)
+    if decode_batch is not None and decode_batch < 1:
+        raise ValueError(f"decode_batch is {decode_batch}: give 1 or more, or None for all images.")
+
+
 def decode_images(
     params: dict,
     config: Config,
@@ -321,8 +329,6 @@ def decode_images(
     """Return the images of latents, ``decode_batch`` at a time; arguments as of ``generate``."""
     if decode_batch is None:
         return decode(params["vae"], config.vae, latents, attention)
-    if decode_batch < 1:
-        raise ValueError(f"decode_batch is {decode_batch}: give 1 or more, or None for all images.")
 
     def decode_one(latents: jax.Array) -> jax.Array:
         return decode(params["vae"], config.vae, latents[None], attention)[0]
@@ -402,6 +408,7 @@ def generate(
     ValueError
         If ids, sizes, parameters, names or a number of steps do not fit.
     """
+    check_drawing(attention, decode_batch)
     side = config.unet.sample_size * config.pixels_per_latent
     height = side if height is None else height
     width = side if width is None else width
