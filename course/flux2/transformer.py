@@ -29,7 +29,7 @@ DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 
 
 def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
-    """Shapes and logical axes of the transformer's parameters, by name."""
+    """Return shapes and logical axes of the transformer's parameters, by name."""
     width = config.width
     head = rms_norm_parameters(config.attention_head_dim)
     hidden = int(width * config.mlp_ratio)
@@ -270,7 +270,7 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def rotary(positions: np.ndarray, config: TransformerConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of rotary positions (Su et al., 2021), each (tokens, 1, half a head).
+    """Give cosines and sines of rotary positions (Su et al., 2021), each (tokens, 1, half a head).
 
     Each of the four axes of a position turns some of a head's channels, with several frequencies.
     """

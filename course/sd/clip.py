@@ -25,7 +25,7 @@ LAYERS = "text_model.encoder.layers"
 
 
 def text_parameters(config: TextConfig) -> dict[str, Parameter]:
-    """Shapes and logical axes of a text encoder's parameters, by name."""
+    """Return shapes and logical axes of a text encoder's parameters, by name."""
     width = config.hidden_size
     layer = within("layer_norm1", norm_parameters(width))
     for name in ("q_proj", "k_proj", "v_proj"):

@@ -49,7 +49,7 @@ class Block(NamedTuple):
 
 
 def blocks(config: UNetConfig) -> list[Block]:
-    """The blocks in the order of diffusers' ``UNet2DConditionModel``."""
+    """List the blocks in the order of diffusers' ``UNet2DConditionModel``."""
     channels = config.block_out_channels
     deepest = len(channels) - 1
     found = [Block("conv", "conv_in", channels[0], keep=True)]
@@ -101,7 +101,7 @@ def blocks(config: UNetConfig) -> list[Block]:
 
 
 def unet_parameters(config: UNetConfig) -> dict[str, Parameter]:
-    """Shapes and logical axes of the UNet's parameters, by name."""
+    """Return shapes and logical axes of the UNet's parameters, by name."""
     first = config.block_out_channels[0]
     time = 4 * first  # channels of the embedded timestep
     found = within("time_embedding.linear_1", linear_parameters(first, time))
@@ -135,7 +135,7 @@ def unet_parameters(config: UNetConfig) -> dict[str, Parameter]:
 
 
 def transformer_parameters(config: UNetConfig, block: Block) -> dict[str, Parameter]:
-    """Those of one transformer, by their names in it."""
+    """Return those of one transformer, by their names in it."""
     channels = block.channels
     layer = within("norm1", norm_parameters(channels))
     layer |= within("attn1", attention_parameters(channels))

@@ -99,7 +99,7 @@ def _append_word(
 
 
 def word_file(file: str | Path) -> Path:
-    """Where the embedding of a LoRA's word is: beside the LoRA's file."""
+    """Return where the embedding of a LoRA's word is: beside the LoRA's file."""
     return Path(file).with_suffix(".word.safetensors")
 
 

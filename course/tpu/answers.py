@@ -65,7 +65,7 @@ class Times:
         return "bytes"
 
     def utilization(self, seconds: float) -> float:
-        """Model FLOPs utilization (MFU): the share of the peak that a measured time reaches.
+        """Return the share of the peak that a measured time reaches: model FLOPs utilization (MFU).
 
         Examples
         --------
@@ -83,7 +83,7 @@ class Times:
 
 
 def find_times(runs: Iterable[tuple[int, Work]], chip: Chip) -> Times:
-    """The least time for programs that run one after another.
+    """Return the least time for programs that run one after another.
 
     What fits into the memory on the chip has to be read only once in all runs of a program.
 
@@ -237,7 +237,7 @@ class Answer:
         return self.times_on(self.parts[STEP].chip)
 
     def times_on(self, chip: Chip) -> Times:
-        """Those times for a chip with other figures, which does the same."""
+        """Return those times for a chip with other figures, which does the same."""
         runs = [(self.program.runs(name), part.work) for name, part in self.parts.items()]
         return find_times(runs, chip)
 

@@ -70,7 +70,7 @@ class Schedule:
 
 
 def read_computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation by its name; the last one is the whole program's."""
+    """Read the lines of each computation by its name; the last one is the whole program's."""
     found = {}
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
@@ -82,7 +82,7 @@ def read_computations(text: str) -> dict[str, list[str]]:
 
 
 def called_by(line: str) -> list[str]:
-    """The computations that an instruction calls."""
+    """List the computations that an instruction calls."""
     called = re.findall(CALLS, line)
     branches = re.search(r"branch_computations=\{([^}]*)\}", line)
     if branches:
@@ -91,7 +91,7 @@ def called_by(line: str) -> list[str]:
 
 
 def rounds_of(line: str, computations: dict[str, list[str]]) -> int:
-    """How often an instruction runs what it calls: more than once if it is a loop.
+    """Return how often an instruction runs what it calls: more than once if it is a loop.
 
     The loops of ``jax.lax.scan``, and those that the compiler makes, count up from 0 to a constant.
     Where a loop is none of these, it counts as if it went round once.
@@ -117,13 +117,13 @@ def rounds_of(line: str, computations: dict[str, list[str]]) -> int:
 
 
 def constant_of(name: str, lines: str) -> int | None:
-    """The whole number that a constant is; None if it is none."""
+    """Return the whole number that a constant is; None if it is none."""
     constant = re.search(rf"%{re.escape(name)} = .* constant\((\d+)\)", lines)
     return int(constant[1]) if constant else None
 
 
 def count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs in one run of the program."""
+    """Count how often each computation runs in one run of the program."""
     runs = defaultdict(int)
     runs[list(computations)[-1]] = 1
     for name in reversed(computations):  # a computation stands before those that call it
@@ -134,7 +134,7 @@ def count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
 
 
 def array_bytes(text: str) -> int:
-    """Bytes of all arrays in a piece of a program's text, which writes them as bf16[2,1024,1280].
+    """Count the bytes of all arrays in a piece of a program's text, such as bf16[2,1024,1280].
 
     Examples
     --------
@@ -194,7 +194,7 @@ def read_collectives(text: str) -> list[Collective]:
 
 
 def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """How many collectives of each kind a program has, see `find_collectives`."""
+    """Count how many collectives of each kind a program has, see `find_collectives`."""
     counts = Counter(collective.kind for collective in find_collectives(compiled))
     return dict(sorted(counts.items()))
 
@@ -228,7 +228,7 @@ def read_copies(text: str) -> list[Copy]:
 
 
 def memory_space(layout: str | None) -> int:
-    """The memory space in an array's layout, such as ``1,0:T(8,128)(2,1)S(1)``."""
+    """Read the memory space in an array's layout, such as ``1,0:T(8,128)(2,1)S(1)``."""
     space = re.search(r"S\((\d+)\)", layout or "")
     return int(space[1]) if space else 0
 
@@ -237,7 +237,7 @@ def memory_space(layout: str | None) -> int:
 
 
 def read_schedule(text: str) -> Schedule:
-    """How much a program for a TPU computes, and how much of it while devices exchange data."""
+    """Count what a program for a TPU computes, and how much of it while devices exchange data."""
     computations = read_computations(text)
     name = None
     flops = {}  # of a computation, with all that it calls
@@ -268,7 +268,7 @@ def read_schedule(text: str) -> Schedule:
 
 
 def exchanges_of(line: str, computations: dict[str, list[str]]) -> tuple[set[str], set[str]]:
-    """The exchanges that an instruction starts, and those that it ends, by their names."""
+    """Return the exchanges that an instruction starts, and those that it ends, by their names."""
     started = set()
     ended = set()
     pair = re.match(r" +(?:ROOT )?%([\w.-]+) = .* [\w-]+-(start|done)\(%([\w.-]+)", line)
@@ -291,13 +291,13 @@ def exchanges_of(line: str, computations: dict[str, list[str]]) -> tuple[set[str
 
 
 def is_exchange(line: str) -> bool:
-    """Whether a pair of start and done is a collective's, and not a copy between memories."""
+    """Say whether a pair of start and done is a collective's, and not a copy between memories."""
     kinds = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|async"
     return bool(re.search(rf" (?:{kinds})-(?:start|done)\(", line))
 
 
 def product_flops(line: str, shapes: dict[str, list[int]]) -> float:
-    """Two for each pair of numbers that a convolution multiplies and adds.
+    """Count two for each pair of numbers that a convolution multiplies and adds.
 
     The TPU compiler writes products of matrices as convolutions. What would be multiplied by the
     padding is not counted.
