@@ -58,7 +58,7 @@ def origins_of(program: jax.stages.Compiled) -> dict[str, str]:
 
 def read_events(profile: jax.profiler.ProfileData, origins: Mapping[str, str]) -> list[Event]:
     """Read the events of a profile that are operations of a program, see `profile_call`."""
-    found = []
+    operations = []
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
@@ -66,11 +66,11 @@ def read_events(profile: jax.profiler.ProfileData, origins: Mapping[str, str]) -
                 operation = re.match(r"%?([\w.-]*)", name)[1]
                 if operation in origins and not operation.startswith(CONTAINERS):
                     row = f"{plane.name} {line.name}"
-                    found.append((event.start_ns, row, event.duration_ns, origins[operation]))
-    found.sort()
+                    operations.append((event.start_ns, row, event.duration_ns, origins[operation]))
+    operations.sort()
     return [
-        Event(row, (start - found[0][0]) / 1e6, duration / 1e6, origin)
-        for start, row, duration, origin in found
+        Event(row, (start - operations[0][0]) / 1e6, duration / 1e6, origin)
+        for start, row, duration, origin in operations
     ]
 
 

@@ -36,12 +36,12 @@ def alphas(schedule: ScheduleConfig) -> np.ndarray:
         schedule.num_train_timesteps,
         dtype=np.float32,
     )
-    found = np.cumprod(1 - betas**power)
+    shares = np.cumprod(1 - betas**power)
     if not schedule.rescale_betas_zero_snr:
-        return found
+        return shares
     # Lin et al. (2023), algorithm 1: the roots, which are what an image is multiplied by, are moved
     # down until the last one is 0, and stretched so that the first one stays.
-    roots = np.sqrt(found)
+    roots = np.sqrt(shares)
     return ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
 
 

@@ -71,14 +71,14 @@ class Schedule:
 
 def read_computations(text: str) -> dict[str, list[str]]:
     """Read the lines of each computation by its name; the last one is the whole program's."""
-    found = {}
+    computations = {}
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
         if header:
-            lines = found.setdefault(header[1], [])
+            lines = computations.setdefault(header[1], [])
         elif line.startswith("  "):
             lines.append(line)
-    return found
+    return computations
 
 
 def called_by(line: str) -> list[str]:
@@ -169,7 +169,7 @@ def read_collectives(text: str) -> list[Collective]:
         if any(START in line for line in lines):
             starting.add(name)
             channels.update(re.findall(r"channel_id=(\d+)", "\n".join(lines)))
-    found = []
+    collectives = []
     for name, lines in computations.items():
         for line in lines:
             # An accelerator may start an instruction and go on: then the "done" has the result.
@@ -181,7 +181,7 @@ def read_collectives(text: str) -> list[Collective]:
             if name not in starting and channel and channel[1] in channels:
                 continue
             origin = re.search(r'op_name="([^"]*)"', line)
-            found.append(
+            collectives.append(
                 Collective(
                     kind,
                     array_bytes(result),
@@ -190,7 +190,7 @@ def read_collectives(text: str) -> list[Collective]:
                     is_async=bool(done) or name in starting,
                 )
             )
-    return found
+    return collectives
 
 
 def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
@@ -221,10 +221,10 @@ def read_copies(text: str) -> list[Copy]:
             continue
         if memory_space(origin) != memory_space(target):
             counts[name, memory_space(origin), memory_space(target)] += 1
-    found = []
+    copies = []
     for (name, origin, target), number in counts.items():
-        found.append(Copy(name, array_bytes(name), origin, target, number))
-    return sorted(found, key=lambda copy: copy.number * copy.bytes, reverse=True)
+        copies.append(Copy(name, array_bytes(name), origin, target, number))
+    return sorted(copies, key=lambda copy: copy.number * copy.bytes, reverse=True)
 
 
 def memory_space(layout: str | None) -> int:

@@ -84,12 +84,12 @@ def find_products(function: Callable, *arguments) -> dict[Product, int]:
     >>> find_products(lambda x, weights: x @ weights, rows, weights)
     {Product(number=1, rows=1024, depth=1280, columns=5120): 1}
     """
-    found = Counter()
+    counts = Counter()
     for equation, count in equations_of(function, *arguments):
         product = read_product(equation)
         if product:
-            found[product] += count
-    return dict(found)
+            counts[product] += count
+    return dict(counts)
 
 
 def repeated_flops(function: Callable, *arguments) -> int:

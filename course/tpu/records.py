@@ -70,14 +70,14 @@ def recorded_report(program: Program, piece: str) -> Report | None:
 
     The number of steps changes no piece by more than a thousandth, so any will do.
     """
-    found = None
+    with_other_steps = None
     for answer in _read_all():
         is_same = dataclasses.replace(answer.program, steps=program.steps) == program
         if is_same and piece in answer.pieces:
             if answer.program == program:
                 return answer.pieces[piece]
-            found = found or answer.pieces[piece]
-    return found
+            with_other_steps = with_other_steps or answer.pieces[piece]
+    return with_other_steps
 
 
 def recorded_times(program: Program) -> Times | None:
@@ -210,11 +210,11 @@ class Split:
 @functools.cache
 def recorded_splits() -> dict[str, Split]:
     """Read the recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
-    found = {}
+    splits = {}
     content = json.loads(find_data("benchmarks/shardings.json").read_text(encoding="utf-8"))
     for name, split in content.items():
-        found[name] = read_split(split)
-    return found
+        splits[name] = read_split(split)
+    return splits
 
 
 def read_split(content: dict) -> Split:
@@ -362,13 +362,13 @@ def recorded_products(model: str) -> dict[str, dict[Product, int]]:
     the usual size.
     """
     content = json.loads(find_data("benchmarks/products.json").read_text(encoding="utf-8"))
-    found = {}
+    products = {}
     for part, rows in content["models"][model].items():
-        found[part] = {}
+        products[part] = {}
         for row in rows:
             count = row.pop("count")
-            found[part][Product(**row)] = count
-    return found
+            products[part][Product(**row)] = count
+    return products
 
 
 def padded_seconds(program: Program, chip: Chip, rows: int = ROWS) -> float:
