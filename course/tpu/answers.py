@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from course.tpu.chips import Chip
-from course.tpu.hlo import Collective, Copy, Schedule
+from course.tpu.hlo import Collective, Copy, Overlap
 from course.tpu.programs import PARTS, STEP, WHOLE, Program
 
 
@@ -130,7 +130,7 @@ class Report:
     #: nobody wrote it down
     copies: tuple[Copy, ...] | None = None
     #: what it computes while devices exchange data; None if nobody wrote it down
-    schedule: Schedule | None = None
+    schedule: Overlap | None = None
     #: the compiled program in HLO, the compiler's language, but for the notes that it makes for
     #: itself (``backend_config``); empty unless somebody asked for it
     text: str = ""

@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How another process finds a device: ``describe(chip, chips)[index]``."""
+    """How another process finds a device: ``compile_only_devices(chip, chips)[index]``."""
 
     chip: str
     chips: int
@@ -159,11 +159,11 @@ def tpu_devices(chip: str = "v5e", chips: int = 1) -> list:
     grids = CHIPS[find_chip(chip).name].grids
     if chips not in grids:
         raise ValueError(f"{chips} chips cannot be asked for: choose 1, 4 or 8.")
-    return list(describe(chip, chips))
+    return list(compile_only_devices(chip, chips))
 
 
 @cache
-def describe(chip: str, chips: int) -> tuple[jax.Device, ...]:
+def compile_only_devices(chip: str, chips: int) -> tuple[jax.Device, ...]:
     """Return the devices of `tpu_devices`, without its checks; libtpu is asked for them once.
 
     Devices are equal only to themselves, and a program needs all of its devices from one answer.

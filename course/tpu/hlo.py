@@ -54,7 +54,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Overlap:
     """Floating-point operations of one run on each device, those of products of matrices only.
 
     Convolutions are such products, too. A loop's body counts as often as the loop goes round, where
@@ -236,7 +236,7 @@ def memory_space(layout: str | None) -> int:
 # What is computed while devices exchange
 
 
-def read_schedule(text: str) -> Schedule:
+def read_overlap(text: str) -> Overlap:
     """Count what a program for a TPU computes, and how much of it while devices exchange data."""
     computations = read_computations(text)
     name = None
@@ -264,7 +264,7 @@ def read_schedule(text: str) -> Schedule:
                 beside[name] += here
             else:
                 beside[name] += rounds * sum(beside.get(each, 0) for each in called)
-    return Schedule(flops.get(name, 0.0), beside.get(name, 0.0))
+    return Overlap(flops.get(name, 0.0), beside.get(name, 0.0))
 
 
 def exchanges_of(line: str, computations: dict[str, list[str]]) -> tuple[set[str], set[str]]:

@@ -53,13 +53,13 @@ class Product:
         return (
             2
             * self.number
-            * fill_up(self.rows, rows)
-            * fill_up(self.depth, tile)
-            * fill_up(self.columns, tile)
+            * round_up(self.rows, rows)
+            * round_up(self.depth, tile)
+            * round_up(self.columns, tile)
         )
 
 
-def fill_up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
     """Return the next multiple."""
     return multiple * math.ceil(size / multiple)
 

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from course.tpu.answers import Answer, Memory, Report, Times, Work
 from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.compiler import ask_compiler, versions
-from course.tpu.hlo import Collective, Copy, Schedule
+from course.tpu.hlo import Collective, Copy, Overlap
 from course.tpu.products import ROWS, Product
 from course.tpu.programs import PARTS, STEP, WHOLE, Program, make_program
 from helpers.places import find_data
@@ -43,7 +43,7 @@ def read_report(content: dict) -> Report:
     if content.get("copies") is not None:  # those of before were not written down
         fields["copies"] = tuple(Copy(**each) for each in content["copies"])
     if content.get("schedule") is not None:
-        fields["schedule"] = Schedule(**content["schedule"])
+        fields["schedule"] = Overlap(**content["schedule"])
     return Report(**fields)
 
 
