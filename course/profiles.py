@@ -52,13 +52,13 @@ def profile_call(program: jax.stages.Compiled, *arguments) -> list[Event]:
 
 
 def origins_of(program: jax.stages.Compiled) -> dict[str, str]:
-    """Where each operation of a compiled program comes from, by its name in the program."""
+    """Return where each operation of a compiled program comes from, by its name in the program."""
     return dict(re.findall(r'%?([\w.-]+) = .*op_name="([^"]*)"', program.as_text()))
 
 
 def read_events(profile: jax.profiler.ProfileData, origins: Mapping[str, str]) -> list[Event]:
-    """The events of a profile that are operations of a program, see `profile_call`."""
-    found = []
+    """Read the events of a profile that are operations of a program, see `profile_call`."""
+    operations = []
     for plane in profile.planes:
         for line in plane.lines:
             for event in line.events:
@@ -66,16 +66,16 @@ def read_events(profile: jax.profiler.ProfileData, origins: Mapping[str, str]) -
                 operation = re.match(r"%?([\w.-]*)", name)[1]
                 if operation in origins and not operation.startswith(CONTAINERS):
                     row = f"{plane.name} {line.name}"
-                    found.append((event.start_ns, row, event.duration_ns, origins[operation]))
-    found.sort()
+                    operations.append((event.start_ns, row, event.duration_ns, origins[operation]))
+    operations.sort()
     return [
-        Event(row, (start - found[0][0]) / 1e6, duration / 1e6, origin)
-        for start, row, duration, origin in found
+        Event(row, (start - operations[0][0]) / 1e6, duration / 1e6, origin)
+        for start, row, duration, origin in operations
     ]
 
 
 def find_part(origin: str, parts: Mapping[str, str]) -> str:
-    """The part to which an operation belongs.
+    """Return the part to which an operation belongs.
 
     ``parts`` has a name for each regular expression; the first one that is found in the origin
     decides. What fits none is among the "others".
@@ -87,7 +87,7 @@ def find_part(origin: str, parts: Mapping[str, str]) -> str:
 
 
 def time_by_part(events: Iterable[Event], parts: Mapping[str, str]) -> Counter:
-    """Milliseconds for each part, summed over threads; see `find_part`."""
+    """Return milliseconds for each part, summed over threads; see `find_part`."""
     spent = Counter()
     for event in events:
         spent[find_part(event.origin, parts)] += event.duration

@@ -103,7 +103,7 @@ def test_choices_make_the_caption_and_unknown_words_are_named(page):
     expect(page.locator("#draw-words")).to_contain_text("never saw house, with, garden")
 
 
-def test_before_it_is_asked_to_draw_the_page_is_light_and_asks_no_other_host(open_page, address):
+def test_before_it_draws_the_page_is_light_and_asks_no_other_host(open_page, address):
     page = open_page("docs/teach")
     loaded = {}
     page.on("response", lambda answer: loaded.update({answer.url: len(answer.body())}))
@@ -143,7 +143,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_file_that_cannot_be_loaded_is_named_and_recorded_images_are_shown(page, failure):
+def test_a_file_that_does_not_load_is_named_and_recorded_images_shown(page, failure):
     name, answer, sentence = FAILURES[failure]
     page.route(f"**/{name}", lambda route: route.fulfill(**answer) if answer else route.abort())
     page.get_by_role("button", name="Draw").click()

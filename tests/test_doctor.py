@@ -87,9 +87,7 @@ def test_too_little_room_is_a_problem(monkeypatch):
         ("flax", None),
     ],
 )
-def test_a_package_that_cannot_run_flax_pipelines_is_a_problem_and_stops_them(
-    pretend, name, version
-):
+def test_a_package_that_cannot_run_flax_is_a_problem_and_stops_pipelines(pretend, name, version):
     pretend(**{name: version})
     (problem,) = doctor.check_packages()
     assert problem.startswith(f"{name} is {version or 'missing'}, and {name}")

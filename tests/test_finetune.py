@@ -119,7 +119,7 @@ def same(found, expected):
     return jax.tree.all(jax.tree.map(np.array_equal, found, expected))
 
 
-def test_losses_depend_neither_on_the_devices_nor_on_what_is_computed_twice(study):
+def test_losses_depend_neither_on_devices_nor_on_what_is_computed_twice(study):
     alone = study(1).losses
     otherwise = study(3, dataclasses.replace(RECIPE, remat=True)).losses
     assert (np.asarray(alone) > 0).all()
@@ -432,7 +432,7 @@ def test_the_word_of_a_different_model_is_refused(tmp_path):
         words.read_word(tmp_path / "lora.safetensors", *sd.load(SOURCE))
 
 
-def test_text_encoders_that_do_not_train_run_once_and_xl_has_zeros_for_no_caption():
+def test_untrained_text_encoders_run_once_and_xl_has_zeros_for_no_caption():
     params, config, tokenize = sd.load(SOURCE.parent / "shapes-sdxl")
     captions = ["a red heart", "a star", "a red heart", ""]
     images = np.zeros((4, 64, 64, 3), np.float32)

@@ -12,7 +12,7 @@ from course.tpu.hlo import (
     find_collectives,
     read_collectives,
     read_copies,
-    read_schedule,
+    read_overlap,
 )
 
 
@@ -106,7 +106,7 @@ ENTRY %main (x: bf16[16,32]) -> (s32[], bf16[16,32]) {
 
 
 def test_a_loop_counts_as_often_as_it_goes_round():
-    schedule = read_schedule(TPU_PROGRAM)
+    schedule = read_overlap(TPU_PROGRAM)
     product = 2 * 16 * 32 * 4
     assert schedule.flops == 5 * 2 * product
     assert schedule.beside_exchange == 5 * product
@@ -134,7 +134,7 @@ ENTRY %main (x: bf16[1,4,4,6], w: bf16[3,3,6,5]) -> bf16[1,{size},{size},5] {{
   %w = bf16[3,3,6,5] parameter(1)
   ROOT %y = bf16[1,{size},{size},5] convolution(%x, %w), {window}
 }}"""
-    assert read_schedule(text).flops == flops
+    assert read_overlap(text).flops == flops
 
 
 def test_copies_are_read_from_the_text_of_a_program():

@@ -89,7 +89,7 @@ def test_a_caption_that_the_font_lacks_is_drawn_in_another_font_and_fits(monkeyp
     assert (above[:, -1] == 255).all()
 
 
-def test_a_caption_for_which_no_font_is_installed_is_drawn_in_boxes_with_a_warning(monkeypatch):
+def test_a_caption_without_a_font_is_drawn_in_boxes_with_a_warning(monkeypatch):
     monkeypatch.setattr(images, "FONTS_WITH_CHINESE", [("no-such-font.ttf", 0)])
     with pytest.warns(UserWarning, match="No font here has '红心', so the captions show boxes"):
         image_grid(image(), captions=["红心 red 红心"])

@@ -44,7 +44,7 @@ def test_each_device_holds_as_much_of_the_parameters_as_rules_say(library):
     assert everything / 8 < both < everything / 3
 
 
-def test_tensor_parallel_splits_all_heads_and_feed_forward_channels_and_nothing_else(library):
+def test_tensor_parallel_splits_heads_and_feed_forward_channels_only(library):
     package, config = library
     where = package.shardings(config, mesh_of(4, 2), package.TENSOR_PARALLEL)
     for part, parameters in package.model_parameters(config).items():

@@ -32,7 +32,7 @@ def test_the_environment_is_the_one_that_the_lock_gives():
     assert (ROOT / "environment.yml").read_text() == lock.environment_yml(), "run `make lock`"
 
 
-def test_the_environment_has_what_it_takes_to_read_and_execute_the_chapters():
+def test_the_environment_has_what_reading_and_running_chapters_takes():
     environment = yaml.safe_load((ROOT / "environment.yml").read_text())
     *pins, own = environment["dependencies"][-1]["pip"]
     assert own == "-e ."
@@ -111,7 +111,7 @@ def test_the_wheel_carries_the_checkpoints_and_what_was_recorded(wheel):
     assert [name for name in names if not (wheel / "helpers" / "data" / name).exists()] == []
 
 
-def test_away_from_the_clone_everything_is_found_and_the_judge_needs_no_pytorch(wheel):
+def test_without_the_clone_all_is_found_and_the_judge_needs_no_pytorch(wheel):
     code = (
         "import site, sys\n"
         "site.main()\n"

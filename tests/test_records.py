@@ -87,7 +87,7 @@ def test_no_published_time_is_below_its_bound():
 
 
 @pytest.mark.parametrize("model", ["sd", "sdxl"])
-def test_recorded_products_do_about_as_many_operations_as_the_compiler_counts(model):
+def test_recorded_products_do_about_the_operations_the_compiler_counts(model):
     """It also counts what is no product, and leaves out what a convolution does to its padding."""
     products = records.recorded_products(model)
     assert products.keys() == set(PARTS)
@@ -120,7 +120,7 @@ def test_wider_tiles_and_filled_rows_take_longer():
     assert len(set(seconds)) == 4
 
 
-def test_times_are_found_for_any_number_of_steps_and_only_if_all_parts_are_recorded():
+def test_times_need_all_parts_recorded_and_are_for_any_number_of_steps():
     twenty, forty = (
         recorded_times(make_program("sdxl", steps=steps, attention="flash")) for steps in (20, 40)
     )

@@ -55,7 +55,7 @@ def test_if_the_course_is_installed_it_starts_devices_and_installs_nothing():
     assert result.stdout == "3 devices\n"
 
 
-def test_if_the_course_is_missing_it_installs_it_beside_the_jax_that_is_there():
+def test_a_missing_course_is_installed_beside_the_jax_that_is_there():
     after = "import jax; print(jax.device_count(), 'devices')"
     result = run_python(SHELL + NOT_INSTALLED + RUN_CELL + after)
     command, _, devices = result.stdout.splitlines()

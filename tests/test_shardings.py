@@ -268,9 +268,7 @@ def test_the_recorded_chips_share_the_work_of_their_images(splits):
     assert alone < flops_of_an_image("tensor") < 1.4 * alone
 
 
-def test_recorded_weights_move_while_chips_calculate(
-    splits,
-):
+def test_recorded_weights_move_while_chips_calculate(splits):
     assert splits["data"].exchanges == ()
     schedule = splits["fully sharded"].report.schedule
     assert schedule.beside_exchange > 0.9 * schedule.flops

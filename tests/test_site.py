@@ -242,7 +242,7 @@ def test_two_builds_give_the_same(site, executed_again, without_network, tmp_pat
 # What the build does
 
 
-def test_a_chapter_is_executed_only_where_its_copy_is_missing_old_or_in_part(tmp_path):
+def test_a_chapter_runs_only_where_its_copy_is_missing_old_or_in_part(tmp_path):
     chapter = CHAPTERS[0]
     stale = [chapter]
     assert build_site.find_stale([chapter], tmp_path) == stale
@@ -277,7 +277,7 @@ def test_a_chapter_that_is_behind_has_outputs_where_its_code_was_executed(tmp_pa
     assert made.cells[0].outputs[0].text == "1\n2\n"
 
 
-def test_a_warning_stops_the_build_and_links_of_the_repository_lead_to_pages(tmp_path, capfd):
+def test_a_warning_stops_the_build_and_links_to_files_lead_to_pages(tmp_path, capfd):
     """The pages lie in docs/ and in docs/zh-CN/ there, and so are the links written."""
     links = {
         "en": ["../README.md", "zh-CN/glossary.md", "glossary.md", "../LICENSE"],

@@ -74,7 +74,7 @@ def test_the_page_about_functions_of_ones_own_is_true():
 
 
 @needs_compiler
-def test_plain_and_pmapped_functions_give_the_same_answer_and_what_is_unread_needs_room():
+def test_pmap_changes_no_answer_and_what_is_unread_needs_room():
     def double(x, y, *unread):
         return x @ y
 
@@ -175,7 +175,7 @@ def test_a_program_that_takes_more_than_there_is_does_not_fit():
 
 
 @needs_compiler
-def test_a_donated_argument_counts_once_and_temporaries_lie_in_hbm_between_two_operations():
+def test_a_donated_argument_counts_once_and_temporaries_lie_in_hbm():
     def use(donated, x):
         kept = jax.lax.optimization_barrier  # without it, no array would lie between the two
         return donated + 1, kept(x + 1).sum()
@@ -289,13 +289,13 @@ def test_libtpu_held_by_another_process_gives_one_sentence(monkeypatch):
         )
 
     monkeypatch.setattr(chips.topologies, "get_topology_desc", refuse)
-    chips.describe.cache_clear()
+    chips.compile_only_devices.cache_clear()
     try:
         with pytest.raises(RuntimeError, match="Another process holds libtpu") as raised:
             tpu.tpu_devices()
         assert not isinstance(raised.value, jax.errors.JaxRuntimeError)
     finally:
-        chips.describe.cache_clear()
+        chips.compile_only_devices.cache_clear()
 
 
 # Where it cannot be asked

@@ -321,7 +321,7 @@ def test_edges_are_where_the_colour_changes():
     np.testing.assert_array_equal(vae.at_edges(images)[0], [[0, 0, 1, 1, 0, 0]] * 4)
 
 
-def test_an_error_at_an_edge_counts_more_and_without_an_error_there_is_no_loss():
+def test_an_error_at_an_edge_counts_more_and_no_error_is_no_loss():
     images = jnp.zeros((1, 4, 6, 3)).at[:, :, 3:, 1].set(0.5)
     assert float(vae.picture_loss(images, images)) == 0
     at_edge = vae.picture_loss(images.at[:, :, 2].add(0.2), images)

@@ -1,7 +1,6 @@
 """Photos and their captions, as people have them in a folder.
 
-Captions are in ``metadata.jsonl``, as Hugging Face's datasets have them, or beside each picture in
-a text file of its name, as kohya's scripts have them.
+Whose layouts of captions are read, ``python -m course.finetune --help`` says.
 """
 
 import json

@@ -1,8 +1,6 @@
 """Training a LoRA, and the embedding of a new word: recipe, data, loss, step, and saved states.
 
-So that the model does not forget what it can draw already, each step may also *rehearse*: some of
-its examples are pictures of the model's own kind. This is called prior preservation, and DreamBooth
-introduced it (arXiv:2208.12242).
+What it means that a step may also *rehearse*, ``python -m course.finetune --help`` says.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ LAYERS = "model.layers"
 
 
 def text_parameters(config: TextConfig) -> dict[str, Parameter]:
-    """Shapes and logical axes of the parameters by name: of the layers that are used."""
+    """Return shapes and logical axes of the parameters by name: of the layers that are used."""
     width = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -100,7 +100,7 @@ def encode_text(p: dict, config: TextConfig, ids: jax.Array, mask: jax.Array) ->
 
 
 def rotary(tokens: int, config: TextConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of the places 0, 1, 2, ..., each (tokens, 1, half a head)."""
+    """Return cosines and sines of the places 0, 1, 2, ..., each (tokens, 1, half a head)."""
     frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
     angles = (np.arange(tokens)[:, None] * frequencies)[:, None]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

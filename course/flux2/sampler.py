@@ -13,7 +13,7 @@ import numpy as np
 
 
 def shift_by_size(tokens: int, steps: int) -> float:
-    """FLUX.2's shift, which moves the times towards noise, by the number of tokens and of steps.
+    """Return FLUX.2's shift of the times towards noise, by the number of tokens and of steps.
 
     Neighbouring pixels say nearly the same, so a large image shows through the noise for longer
     than a small one. These are the lines of ``compute_empirical_mu`` in diffusers, and the number
@@ -32,7 +32,7 @@ def shift_by_size(tokens: int, steps: int) -> float:
 
 
 def times(steps: int, shift: float = 1.0) -> np.ndarray:
-    """The times of all steps and the end, from 1 to 0: float32, (steps + 1,).
+    """Return the times of all steps and the end, from 1 to 0: float32, (steps + 1,).
 
     ``shift`` moves them towards the noise, at 1; by 1 they are evenly spaced.
 

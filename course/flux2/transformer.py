@@ -29,7 +29,7 @@ DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 
 
 def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
-    """Shapes and logical axes of the transformer's parameters, by name."""
+    """Return shapes and logical axes of the transformer's parameters, by name."""
     width = config.width
     head = rms_norm_parameters(config.attention_head_dim)
     hidden = int(width * config.mlp_ratio)
@@ -62,24 +62,28 @@ def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
     )
     single |= within("attn.norm_q", head) | within("attn.norm_k", head)
 
-    found = within("x_embedder", matrix_parameters(config.in_channels, width, (None, "embed")))
-    found |= within(
+    parameters = within("x_embedder", matrix_parameters(config.in_channels, width, (None, "embed")))
+    parameters |= within(
         "context_embedder", matrix_parameters(config.joint_attention_dim, width, (None, "embed"))
     )
     embedder = "time_guidance_embed.timestep_embedder"
     frequencies = config.timestep_guidance_channels
-    found |= within(f"{embedder}.linear_1", matrix_parameters(frequencies, width, (None, "embed")))
-    found |= within(f"{embedder}.linear_2", matrix_parameters(width, width, (None, "embed")))
+    parameters |= within(
+        f"{embedder}.linear_1", matrix_parameters(frequencies, width, (None, "embed"))
+    )
+    parameters |= within(f"{embedder}.linear_2", matrix_parameters(width, width, (None, "embed")))
     for name, sets in (
         ("double_stream_modulation_img", 2),
         ("double_stream_modulation_txt", 2),
         ("single_stream_modulation", 1),
     ):
-        found |= within(f"{name}.linear", matrix_parameters(width, 3 * sets * width))
-    found |= stack_parameters(DOUBLE, config.num_layers, double)
-    found |= stack_parameters(SINGLE, config.num_single_layers, single)
-    found |= within("norm_out.linear", matrix_parameters(width, 2 * width))
-    return found | within("proj_out", matrix_parameters(width, config.in_channels, ("embed", None)))
+        parameters |= within(f"{name}.linear", matrix_parameters(width, 3 * sets * width))
+    parameters |= stack_parameters(DOUBLE, config.num_layers, double)
+    parameters |= stack_parameters(SINGLE, config.num_single_layers, single)
+    parameters |= within("norm_out.linear", matrix_parameters(width, 2 * width))
+    return parameters | within(
+        "proj_out", matrix_parameters(width, config.in_channels, ("embed", None))
+    )
 
 
 def velocity(
@@ -270,7 +274,7 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def rotary(positions: np.ndarray, config: TransformerConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of rotary positions (Su et al., 2021), each (tokens, 1, half a head).
+    """Give cosines and sines of rotary positions (Su et al., 2021), each (tokens, 1, half a head).
 
     Each of the four axes of a position turns some of a head's channels, with several frequencies.
     """

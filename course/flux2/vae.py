@@ -46,7 +46,7 @@ def encode(p: dict, config: VAEConfig, images: jax.Array) -> jax.Array:
 
 
 def decode(p: dict, config: VAEConfig, tokens: jax.Array, height: int, width: int) -> jax.Array:
-    """Tokens to images, and ``AutoencoderKLFlux2.decode`` on the way.
+    """Turn tokens into images, with ``AutoencoderKLFlux2.decode`` on the way.
 
     Tokens are (batch, tokens, channels), and height and width the image's in pixels. Images are
     from 0 to 1, (batch, height, width, 3), float32.
@@ -57,7 +57,7 @@ def decode(p: dict, config: VAEConfig, tokens: jax.Array, height: int, width: in
 
 
 def pack(latents: jax.Array, config: VAEConfig) -> jax.Array:
-    """One token of each 2 x 2 latents.
+    """Make one token of each 2 x 2 latents.
 
     From (batch, height, width, channels) to (batch, height / 2 * width / 2, 4 * channels); first
     come the four values of the first channel.
@@ -70,7 +70,7 @@ def pack(latents: jax.Array, config: VAEConfig) -> jax.Array:
 
 
 def unpack(tokens: jax.Array, config: VAEConfig, height: int, width: int) -> jax.Array:
-    """The reverse of ``pack``, for an image of so many pixels."""
+    """Do the reverse of ``pack``, for an image of so many pixels."""
     batch, _, channels = tokens.shape
     rows, columns = config.patch_size
     down = config.pixels_per_token // rows  # pixels to a latent
@@ -81,7 +81,7 @@ def unpack(tokens: jax.Array, config: VAEConfig, height: int, width: int) -> jax
 
 
 def _statistics(p: dict, config: VAEConfig) -> tuple[jax.Array, jax.Array]:
-    """Mean and standard deviation of each of a token's channels, over many images."""
+    """Return mean and standard deviation of each of a token's channels, over many images."""
     variance = p["bn.running_var"].astype(jnp.float32)
     deviation = jnp.sqrt(variance + config.batch_norm_eps)
     return p["bn.running_mean"].astype(jnp.float32), deviation

@@ -366,7 +366,7 @@ def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
 
 
 def add(weight: jax.Array, pair: Pair, scale: float | jax.Array) -> jax.Array:
-    """The sum of a weight and a pair's product, in the weight's dtype."""
+    """Return the sum of a weight and a pair's product, in the weight's dtype."""
     if isinstance(weight, Quantized):
         raise ValueError(
             f"A weight of {weight.shape} is in int8, to which nothing can be added: "
@@ -394,12 +394,12 @@ class Adapted:
         return self.weight.dtype
 
     def __getitem__(self, index: Any) -> "Adapted":
-        """The matrix of a convolution of one pixel, which is ``weight[0, 0]``."""
+        """Return the matrix of a convolution of one pixel, which is ``weight[0, 0]``."""
         pair = Pair(self.pair.down[index], self.pair.up[index])
         return Adapted(self.weight[index], pair, self.scale)
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        """``x @ self``: from (..., inputs) to (..., outputs)."""
+        """Return ``x @ self``: from (..., inputs) to (..., outputs)."""
         y = x @ self.pair.down.astype(x.dtype)  # (..., rank)
         y = (y * self.scale).astype(x.dtype)
         return x @ self.weight + y @ self.pair.up.astype(x.dtype)

@@ -33,7 +33,7 @@ LARGEST = 127  # -128 has no opposite
 
 
 def round_to_int8(x: jax.Array, axis: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Whole numbers and their scale: ``values * scale`` is ``x``, but for half of a scale.
+    """Return whole numbers and their scale: ``values * scale`` is ``x``, but for half of a scale.
 
     Parameters
     ----------
@@ -74,17 +74,17 @@ class Quantized:
         return self.values.shape
 
     def __getitem__(self, index: Any) -> "Quantized":
-        """The matrix of a convolution of one pixel, which is ``weight[0, 0]``."""
+        """Return the matrix of a convolution of one pixel, which is ``weight[0, 0]``."""
         return Quantized(self.values[index], self.scale[index], self.dtype)
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        """``x @ self``: from (..., inputs) to (..., outputs), with a scale for each vector."""
+        """Return ``x @ self``, (..., inputs) to (..., outputs), with a scale for each vector."""
         values, scale = round_to_int8(x, axis=-1)
         y = jnp.matmul(values, self.values, preferred_element_type=jnp.int32)
         return (y * scale * self.scale).astype(self.dtype)
 
     def convolve(self, x: jax.Array, stride: int, padding: tuple[int, int]) -> jax.Array:
-        """A convolution of (batch, height, width, inputs), see ``course.model.layers.conv``.
+        """Convolve (batch, height, width, inputs), see ``course.model.layers.conv``.
 
         A pixel is multiplied by its neighbours' weights, too, so all of an image have one scale. It
         is written as a product of matrices: each pixel gets its neighbours' channels beside its own

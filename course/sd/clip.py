@@ -25,7 +25,7 @@ LAYERS = "text_model.encoder.layers"
 
 
 def text_parameters(config: TextConfig) -> dict[str, Parameter]:
-    """Shapes and logical axes of a text encoder's parameters, by name."""
+    """Return shapes and logical axes of a text encoder's parameters, by name."""
     width = config.hidden_size
     layer = within("layer_norm1", norm_parameters(width))
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -35,15 +35,15 @@ def text_parameters(config: TextConfig) -> dict[str, Parameter]:
     wide = config.intermediate_size
     layer |= within("mlp.fc1", linear_parameters(width, wide, ("embed", "mlp")))
     layer |= within("mlp.fc2", linear_parameters(wide, width, ("mlp", "embed")))
-    found = {
+    parameters = {
         EMBEDDINGS: Parameter((config.vocab_size, width), ("vocabulary", "embed")),
         POSITIONS: Parameter((config.max_position_embeddings, width), (None, "embed")),
         **stack_parameters(LAYERS, config.num_hidden_layers, layer),
         **within("text_model.final_layer_norm", norm_parameters(width)),
     }
     if config.projects:
-        found |= within("text_projection", matrix_parameters(width, config.projection_dim))
-    return found
+        parameters |= within("text_projection", matrix_parameters(width, config.projection_dim))
+    return parameters
 
 
 def encode_text(

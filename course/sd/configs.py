@@ -55,16 +55,16 @@ class UNetConfig:
     projection_class_embeddings_input_dim: int | None = None  # channels of all that XL adds
 
     def heads(self, level: int) -> int:
-        """How many heads the attention of a level has."""
+        """Return how many heads the attention of a level has."""
         return _at_level(self.attention_head_dim, level)
 
     def depth(self, level: int) -> int:
-        """How many layers each transformer of a level has."""
+        """Return how many layers each transformer of a level has."""
         return _at_level(self.transformer_layers_per_block, level)
 
 
 def _at_level(option: int | tuple[int, ...], level: int) -> int:
-    """The value of an option that has one value for all levels, or one for each."""
+    """Return the value of an option that has one value for all levels, or one for each."""
     if isinstance(option, tuple):
         return option[level]
     return option

@@ -150,7 +150,7 @@ def copy_settings(
 
 
 def _without_flax(options: dict) -> dict:
-    """What a JSON file of a folder has, with PyTorch's classes in place of Flax'."""
+    """Return what a JSON file of a folder has, with PyTorch's classes in place of Flax'."""
     changed = {}
     for name, value in options.items():
         if name == "_class_name":

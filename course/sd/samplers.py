@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 def alphas(schedule: ScheduleConfig) -> np.ndarray:
-    """The image's share of the variance at each timestep of the training.
+    """Return the image's share of the variance at each timestep of the training.
 
     This is diffusers' ``alphas_cumprod``, float32, (num_train_timesteps,).
     """
@@ -36,12 +36,12 @@ def alphas(schedule: ScheduleConfig) -> np.ndarray:
         schedule.num_train_timesteps,
         dtype=np.float32,
     )
-    found = np.cumprod(1 - betas**power)
+    shares = np.cumprod(1 - betas**power)
     if not schedule.rescale_betas_zero_snr:
-        return found
+        return shares
     # Lin et al. (2023), algorithm 1: the roots, which are what an image is multiplied by, are moved
     # down until the last one is 0, and stretched so that the first one stays.
-    roots = np.sqrt(found)
+    roots = np.sqrt(shares)
     return ((roots - roots[-1]) * roots[0] / (roots[0] - roots[-1])) ** 2
 
 
@@ -49,7 +49,7 @@ SMALLEST_ALPHA = np.float32(2**-24)  # in place of 0, where it is divided by; as
 
 
 def alpha_at(schedule: ScheduleConfig, timestep: jax.Array) -> jax.Array:
-    """Alpha at any timestep, a whole one or not.
+    """Return alpha at any timestep, a whole one or not.
 
     Between two whole timesteps √((1 - alpha) / alpha) is interpolated, as by diffusers' Euler.
     """
@@ -62,7 +62,7 @@ def alpha_at(schedule: ScheduleConfig, timestep: jax.Array) -> jax.Array:
 
 
 def timestep_at(schedule: ScheduleConfig, points: jax.Array, i: jax.Array) -> jax.Array:
-    """The ``i``-th of so many points in time, from the noisiest on, as a float32 number.
+    """Return the ``i``-th of so many points in time, from the noisiest on, as a float32 number.
 
     How they are spaced is diffusers' ``timestep_spacing``.
     """
@@ -148,7 +148,7 @@ def dpm_point(schedule: ScheduleConfig, steps: jax.Array, i: jax.Array) -> Point
 def split_image_noise(
     schedule: ScheduleConfig, x: jax.Array, output: jax.Array, alpha: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Image and noise in the latents ``x``, according to the model's output.
+    """Return image and noise in the latents ``x``, according to the model's output.
 
     Both have the shape of ``x`` and of ``output``.
     """
@@ -160,7 +160,7 @@ def split_image_noise(
 
 
 def mix_noise(image: jax.Array, noise: jax.Array, alpha: jax.Array) -> jax.Array:
-    """Latents of which an image has the share ``alpha`` of the variance, and noise the rest.
+    """Return latents of which an image has the share ``alpha`` of the variance, and noise the rest.
 
     This is formula 12 of Song et al. (2020), without new noise.
     """
@@ -176,7 +176,7 @@ def plain_step(
     last: jax.Array,
     memory: tuple,
 ) -> tuple[jax.Array, tuple]:
-    """DDIM (Song et al., 2020) and Euler (Karras et al., 2022) take the model's answer as it is.
+    """Take the model's answer as it is: DDIM (Song et al., 2020), Euler (Karras et al., 2022).
 
     Every sampler's step has these arguments. It returns the latents after the step, and what it
     remembers for the next one.
@@ -198,7 +198,7 @@ def plain_step(
 
 
 def no_memory(x: jax.Array) -> tuple:
-    """What DDIM and Euler remember before the first step: nothing."""
+    """Return what DDIM and Euler remember before the first step: nothing."""
     return ()
 
 
@@ -211,7 +211,7 @@ def dpm_step(
     last: jax.Array,
     memory: tuple,
 ) -> tuple[jax.Array, tuple]:
-    """DPM-Solver++ 2M (Lu et al., 2022): the image goes on changing as it did since the last call.
+    """Let the image go on changing as since the last call: DPM-Solver++ 2M (Lu et al., 2022).
 
     It remembers the image of the last call, and the logarithm of image to noise there. The
     arguments are those of ``plain_step``.
@@ -228,7 +228,7 @@ def dpm_step(
 
 
 def dpm_memory(x: jax.Array) -> tuple:
-    """What DPM-Solver++ remembers before the first step, which makes no use of it."""
+    """Return what DPM-Solver++ remembers before the first step, which makes no use of it."""
     return jnp.zeros_like(x), jnp.float32(0)
 
 
@@ -252,7 +252,7 @@ def pndm_step(
     last: jax.Array,
     memory: tuple,
 ) -> tuple[jax.Array, tuple]:
-    """PNDM (Liu et al., 2022) takes a weighted sum of the last four answers.
+    """Take a weighted sum of the last four answers: PNDM (Liu et al., 2022).
 
     It remembers three of them, (3, batch, height, width, channels), the newest first, and the
     latents before the first step. The arguments are those of ``plain_step``.
@@ -269,7 +269,7 @@ def pndm_step(
 
 
 def pndm_memory(x: jax.Array) -> tuple:
-    """What PNDM remembers before the first step."""
+    """Return what PNDM remembers before the first step."""
     nothing = jnp.zeros_like(x)  # made of x, so that it lies where x lies
     return jnp.stack([nothing] * 3), nothing
 

@@ -49,16 +49,16 @@ class Block(NamedTuple):
 
 
 def blocks(config: UNetConfig) -> list[Block]:
-    """The blocks in the order of diffusers' ``UNet2DConditionModel``."""
+    """List the blocks in the order of diffusers' ``UNet2DConditionModel``."""
     channels = config.block_out_channels
     deepest = len(channels) - 1
-    found = [Block("conv", "conv_in", channels[0], keep=True)]
+    all_blocks = [Block("conv", "conv_in", channels[0], keep=True)]
 
     def add_layer(
         part: str, n: int, level: int, attends: bool, join: bool = False, keep: bool = False
     ) -> None:
         """Add a residual block and, if pixels look at the text here, a transformer."""
-        found.append(
+        all_blocks.append(
             Block(
                 kind="residual",
                 name=f"{part}.resnets.{n}",
@@ -68,7 +68,7 @@ def blocks(config: UNetConfig) -> list[Block]:
             )
         )
         if attends:
-            found.append(
+            all_blocks.append(
                 Block(
                     kind="transformer",
                     name=f"{part}.attentions.{n}",
@@ -86,7 +86,7 @@ def blocks(config: UNetConfig) -> list[Block]:
             add_layer(part, n, level, attends, keep=True)
         if level < deepest:
             name = f"{part}.downsamplers.0.conv"
-            found.append(Block("downsample", name, channels[level], keep=True))
+            all_blocks.append(Block("downsample", name, channels[level], keep=True))
     add_layer("mid_block", 0, deepest, attends=True)
     add_layer("mid_block", 1, deepest, attends=False)
     for up, kind in enumerate(config.up_block_types):
@@ -96,20 +96,20 @@ def blocks(config: UNetConfig) -> list[Block]:
         for n in range(config.layers_per_block + 1):
             add_layer(part, n, level, attends, join=True)
         if level > 0:
-            found.append(Block("upsample", f"{part}.upsamplers.0.conv", channels[level]))
-    return found
+            all_blocks.append(Block("upsample", f"{part}.upsamplers.0.conv", channels[level]))
+    return all_blocks
 
 
 def unet_parameters(config: UNetConfig) -> dict[str, Parameter]:
-    """Shapes and logical axes of the UNet's parameters, by name."""
+    """Return shapes and logical axes of the UNet's parameters, by name."""
     first = config.block_out_channels[0]
     time = 4 * first  # channels of the embedded timestep
-    found = within("time_embedding.linear_1", linear_parameters(first, time))
-    found |= within("time_embedding.linear_2", linear_parameters(time, time))
+    parameters = within("time_embedding.linear_1", linear_parameters(first, time))
+    parameters |= within("time_embedding.linear_2", linear_parameters(time, time))
     if config.addition_embed_type is not None:
         inputs = config.projection_class_embeddings_input_dim
-        found |= within("add_embedding.linear_1", linear_parameters(inputs, time))
-        found |= within("add_embedding.linear_2", linear_parameters(time, time))
+        parameters |= within("add_embedding.linear_1", linear_parameters(inputs, time))
+        parameters |= within("add_embedding.linear_2", linear_parameters(time, time))
     inputs = config.in_channels
     kept = []
     for block in blocks(config):
@@ -117,25 +117,25 @@ def unet_parameters(config: UNetConfig) -> dict[str, Parameter]:
             inputs += kept.pop()
         match block.kind:
             case "residual":
-                parameters = residual_parameters(inputs, block.channels, time)
+                of_block = residual_parameters(inputs, block.channels, time)
             case "transformer":
-                parameters = transformer_parameters(config, block)
+                of_block = transformer_parameters(config, block)
             case "conv":  # the first one, whose inputs are too few to be split
-                parameters = conv_parameters(inputs, block.channels, axes=(None, "outputs"))
+                of_block = conv_parameters(inputs, block.channels, axes=(None, "outputs"))
             case "downsample" | "upsample":
-                parameters = conv_parameters(inputs, block.channels)
-        found |= within(block.name, parameters)
+                of_block = conv_parameters(inputs, block.channels)
+        parameters |= within(block.name, of_block)
         inputs = block.channels
         if block.keep:
             kept.append(inputs)
-    found |= within("conv_norm_out", norm_parameters(first))
-    return found | within(
+    parameters |= within("conv_norm_out", norm_parameters(first))
+    return parameters | within(
         "conv_out", conv_parameters(first, config.out_channels, axes=(None, None))
     )
 
 
 def transformer_parameters(config: UNetConfig, block: Block) -> dict[str, Parameter]:
-    """Those of one transformer, by their names in it."""
+    """Return those of one transformer, by their names in it."""
     channels = block.channels
     layer = within("norm1", norm_parameters(channels))
     layer |= within("attn1", attention_parameters(channels))

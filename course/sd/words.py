@@ -99,7 +99,7 @@ def _append_word(
 
 
 def word_file(file: str | Path) -> Path:
-    """Where the embedding of a LoRA's word is: beside the LoRA's file."""
+    """Return where the embedding of a LoRA's word is: beside the LoRA's file."""
     return Path(file).with_suffix(".word.safetensors")
 
 
@@ -157,11 +157,11 @@ def read_embedding(
     file = Path(file)
     arrays, _ = read_safetensors(file)
     if arrays.keys() == XL_EMBEDDINGS.keys():
-        found = {part: arrays[name] for name, part in XL_EMBEDDINGS.items()}
+        embeddings = {part: arrays[name] for name, part in XL_EMBEDDINGS.items()}
         name = file.stem
     elif len(arrays) == 1:
         ((name, value),) = arrays.items()
-        found = {"text_encoder": value}
+        embeddings = {"text_encoder": value}
         if name == "emb_params":
             name = file.stem
     else:
@@ -169,14 +169,14 @@ def read_embedding(
             f"{file} has {len(arrays)} arrays: "
             "give one with one array, the embedding, named by its word."
         )
-    if len(found) != len(config.text):
+    if len(embeddings) != len(config.text):
         kinds = {1: "with one text encoder", 2: "with two text encoders, as Stable Diffusion XL"}
         raise ValueError(
-            f"{file} is for a model {kinds[len(found)]}, and this one has {len(config.text)}: "
+            f"{file} is for a model {kinds[len(embeddings)]}, and this one has {len(config.text)}: "
             "take one for this model."
         )
     vectors = {}
-    for (part, value), text in zip(found.items(), config.text, strict=True):
+    for (part, value), text in zip(embeddings.items(), config.text, strict=True):
         check_numbers(file, value)
         if value.shape[-1:] != (text.hidden_size,) or len(value.shape) > 2:
             raise ValueError(

@@ -211,7 +211,7 @@ def _fine_match(alpha: np.ndarray, match: Match) -> Match:
         placed[:free] += moved * steps[:free]
         return placed
 
-    found = minimize(
+    optimum = minimize(
         lambda moved: -_overlap(alpha, match.shape, *place(moved)),
         np.zeros(free),
         method="Nelder-Mead",
@@ -221,7 +221,7 @@ def _fine_match(alpha: np.ndarray, match: Match) -> Match:
             "fatol": 1e-3,
         },
     )
-    return Match(float(-found.fun), match.shape, *place(found.x).tolist())
+    return Match(float(-optimum.fun), match.shape, *place(optimum.x).tolist())
 
 
 def _overlap(

@@ -201,13 +201,13 @@ def _colors_and_sizes(
 ) -> list[dict[str, str]]:
     """List all attributes but the shape: colours in turn, then sizes, on backgrounds by chance."""
     sizes = list(SIZES)
-    found = []
+    attributes = []
     for k in range(count):
         color = colors[k % len(colors)]
         size = sizes[k // len(colors) % len(sizes)]
         background = str(rng.choice([other for other in BACKGROUNDS if other != color]))
-        found.append({"size": size, "color": color, "background": background})
-    return found
+        attributes.append({"size": size, "color": color, "background": background})
+    return attributes
 
 
 def write_folder(examples: list[Scene], folder: Path, pixels: int = 64) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from course.tpu.chips import Chip
-from course.tpu.hlo import Collective, Copy, Schedule
+from course.tpu.hlo import Collective, Copy, Overlap
 from course.tpu.programs import PARTS, STEP, WHOLE, Program
 
 
@@ -65,7 +65,7 @@ class Times:
         return "bytes"
 
     def utilization(self, seconds: float) -> float:
-        """Model FLOPs utilization (MFU): the share of the peak that a measured time reaches.
+        """Return the share of the peak that a measured time reaches: model FLOPs utilization (MFU).
 
         Examples
         --------
@@ -83,7 +83,7 @@ class Times:
 
 
 def find_times(runs: Iterable[tuple[int, Work]], chip: Chip) -> Times:
-    """The least time for programs that run one after another.
+    """Return the least time for programs that run one after another.
 
     What fits into the memory on the chip has to be read only once in all runs of a program.
 
@@ -130,7 +130,7 @@ class Report:
     #: nobody wrote it down
     copies: tuple[Copy, ...] | None = None
     #: what it computes while devices exchange data; None if nobody wrote it down
-    schedule: Schedule | None = None
+    schedule: Overlap | None = None
     #: the compiled program in HLO, the compiler's language, but for the notes that it makes for
     #: itself (``backend_config``); empty unless somebody asked for it
     text: str = ""
@@ -237,7 +237,7 @@ class Answer:
         return self.times_on(self.parts[STEP].chip)
 
     def times_on(self, chip: Chip) -> Times:
-        """Those times for a chip with other figures, which does the same."""
+        """Return those times for a chip with other figures, which does the same."""
         runs = [(self.program.runs(name), part.work) for name, part in self.parts.items()]
         return find_times(runs, chip)
 

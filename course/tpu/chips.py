@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How another process finds a device: ``describe(chip, chips)[index]``."""
+    """How another process finds a device: ``compile_only_devices(chip, chips)[index]``."""
 
     chip: str
     chips: int
@@ -96,7 +96,7 @@ def require_compiler() -> None:
 
 
 def needed_libtpu() -> Version | None:
-    """The oldest libtpu that the installed JAX asks for; None if it does not say.
+    """Return the oldest libtpu that the installed JAX asks for; None if it does not say.
 
     Its extra ``tpu`` requires, for example, ``libtpu==0.0.42.*``.
     """
@@ -111,7 +111,10 @@ def needed_libtpu() -> Version | None:
 
 @cache
 def find_chip(name: str) -> Chip:
-    """The figures of a kind of chip, by ``jax.experimental.pallas.tpu.get_tpu_info_for_chip``."""
+    """Return the figures of a kind of chip.
+
+    Builds on ``jax.experimental.pallas.tpu.get_tpu_info_for_chip``.
+    """
     if name not in CHIPS:
         raise ValueError(f"No chip {name!r} is known here: choose one of {', '.join(CHIPS)}.")
     require_compiler()
@@ -133,7 +136,7 @@ def find_chip(name: str) -> Chip:
 
 
 def tpu_devices(chip: str = "v5e", chips: int = 1) -> list:
-    """Devices to compile for, and for nothing else: they can run no program and hold no array.
+    """Return devices to compile for and nothing else: they can run no program and hold no array.
 
     Builds on ``jax.experimental.topologies.get_topology_desc``.
 
@@ -156,12 +159,12 @@ def tpu_devices(chip: str = "v5e", chips: int = 1) -> list:
     grids = CHIPS[find_chip(chip).name].grids
     if chips not in grids:
         raise ValueError(f"{chips} chips cannot be asked for: choose 1, 4 or 8.")
-    return list(describe(chip, chips))
+    return list(compile_only_devices(chip, chips))
 
 
 @cache
-def describe(chip: str, chips: int) -> tuple[jax.Device, ...]:
-    """The devices of `tpu_devices`, without its checks; libtpu is asked for them once.
+def compile_only_devices(chip: str, chips: int) -> tuple[jax.Device, ...]:
+    """Return the devices of `tpu_devices`, without its checks; libtpu is asked for them once.
 
     Devices are equal only to themselves, and a program needs all of its devices from one answer.
     """
@@ -192,7 +195,7 @@ LOCKED = (
 
 
 def is_lock(message: str) -> bool:
-    """Whether libtpu complains that another process has loaded it."""
+    """Say whether libtpu complains that another process has loaded it."""
     return "lockfile" in message or "already in use" in message
 
 

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from course.tpu.answers import Memory, Report, Work
 from course.tpu.chips import LOCKED, PLACES, find_chip, is_lock, tpu_devices
-from course.tpu.hlo import read_collectives, read_copies, read_schedule
+from course.tpu.hlo import read_collectives, read_copies, read_overlap
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def ask_compiler(
         collectives=tuple(read_collectives(text)),
         note=said["note"],
         copies=tuple(read_copies(text)),
-        schedule=read_schedule(text),
+        schedule=read_overlap(text),
         text=without_notes(text) if keep_text else "",
         **asked,
     )
@@ -215,7 +215,7 @@ def compile_apart(lowered: jax.stages.Lowered, chip: str, timeout: float | None 
             ) from None
         answer = folder / "answer.json"
         if ended.returncode != 0 or not answer.exists():
-            raise RuntimeError(explain(ended.returncode, ended.stderr))
+            raise RuntimeError(explain_end(ended.returncode, ended.stderr))
         said = json.loads(answer.read_text(encoding="utf-8"))
         temporaries = read_temporaries(folder / "dump")
     if temporaries is None:
@@ -289,7 +289,7 @@ def _is_open(sharding) -> bool:
     return PartitionSpec.UNCONSTRAINED in tuple(getattr(sharding, "spec", ()))
 
 
-def explain(status: int, stderr: str) -> str:
+def explain_end(status: int, stderr: str) -> str:
     """Say in a sentence how a process that gave no answer has ended."""
     if is_lock(stderr):
         return LOCKED

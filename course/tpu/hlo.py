@@ -54,7 +54,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Overlap:
     """Floating-point operations of one run on each device, those of products of matrices only.
 
     Convolutions are such products, too. A loop's body counts as often as the loop goes round, where
@@ -70,19 +70,19 @@ class Schedule:
 
 
 def read_computations(text: str) -> dict[str, list[str]]:
-    """The lines of each computation by its name; the last one is the whole program's."""
-    found = {}
+    """Read the lines of each computation by its name; the last one is the whole program's."""
+    computations = {}
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
         if header:
-            lines = found.setdefault(header[1], [])
+            lines = computations.setdefault(header[1], [])
         elif line.startswith("  "):
             lines.append(line)
-    return found
+    return computations
 
 
 def called_by(line: str) -> list[str]:
-    """The computations that an instruction calls."""
+    """List the computations that an instruction calls."""
     called = re.findall(CALLS, line)
     branches = re.search(r"branch_computations=\{([^}]*)\}", line)
     if branches:
@@ -91,7 +91,7 @@ def called_by(line: str) -> list[str]:
 
 
 def rounds_of(line: str, computations: dict[str, list[str]]) -> int:
-    """How often an instruction runs what it calls: more than once if it is a loop.
+    """Return how often an instruction runs what it calls: more than once if it is a loop.
 
     The loops of ``jax.lax.scan``, and those that the compiler makes, count up from 0 to a constant.
     Where a loop is none of these, it counts as if it went round once.
@@ -117,13 +117,13 @@ def rounds_of(line: str, computations: dict[str, list[str]]) -> int:
 
 
 def constant_of(name: str, lines: str) -> int | None:
-    """The whole number that a constant is; None if it is none."""
+    """Return the whole number that a constant is; None if it is none."""
     constant = re.search(rf"%{re.escape(name)} = .* constant\((\d+)\)", lines)
     return int(constant[1]) if constant else None
 
 
 def count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
-    """How often each computation runs in one run of the program."""
+    """Count how often each computation runs in one run of the program."""
     runs = defaultdict(int)
     runs[list(computations)[-1]] = 1
     for name in reversed(computations):  # a computation stands before those that call it
@@ -134,7 +134,7 @@ def count_runs(computations: dict[str, list[str]]) -> dict[str, int]:
 
 
 def array_bytes(text: str) -> int:
-    """Bytes of all arrays in a piece of a program's text, which writes them as bf16[2,1024,1280].
+    """Count the bytes of all arrays in a piece of a program's text, such as bf16[2,1024,1280].
 
     Examples
     --------
@@ -169,7 +169,7 @@ def read_collectives(text: str) -> list[Collective]:
         if any(START in line for line in lines):
             starting.add(name)
             channels.update(re.findall(r"channel_id=(\d+)", "\n".join(lines)))
-    found = []
+    collectives = []
     for name, lines in computations.items():
         for line in lines:
             # An accelerator may start an instruction and go on: then the "done" has the result.
@@ -181,7 +181,7 @@ def read_collectives(text: str) -> list[Collective]:
             if name not in starting and channel and channel[1] in channels:
                 continue
             origin = re.search(r'op_name="([^"]*)"', line)
-            found.append(
+            collectives.append(
                 Collective(
                     kind,
                     array_bytes(result),
@@ -190,11 +190,11 @@ def read_collectives(text: str) -> list[Collective]:
                     is_async=bool(done) or name in starting,
                 )
             )
-    return found
+    return collectives
 
 
 def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """How many collectives of each kind a program has, see `find_collectives`."""
+    """Count how many collectives of each kind a program has, see `find_collectives`."""
     counts = Counter(collective.kind for collective in find_collectives(compiled))
     return dict(sorted(counts.items()))
 
@@ -221,14 +221,14 @@ def read_copies(text: str) -> list[Copy]:
             continue
         if memory_space(origin) != memory_space(target):
             counts[name, memory_space(origin), memory_space(target)] += 1
-    found = []
+    copies = []
     for (name, origin, target), number in counts.items():
-        found.append(Copy(name, array_bytes(name), origin, target, number))
-    return sorted(found, key=lambda copy: copy.number * copy.bytes, reverse=True)
+        copies.append(Copy(name, array_bytes(name), origin, target, number))
+    return sorted(copies, key=lambda copy: copy.number * copy.bytes, reverse=True)
 
 
 def memory_space(layout: str | None) -> int:
-    """The memory space in an array's layout, such as ``1,0:T(8,128)(2,1)S(1)``."""
+    """Read the memory space in an array's layout, such as ``1,0:T(8,128)(2,1)S(1)``."""
     space = re.search(r"S\((\d+)\)", layout or "")
     return int(space[1]) if space else 0
 
@@ -236,8 +236,8 @@ def memory_space(layout: str | None) -> int:
 # What is computed while devices exchange
 
 
-def read_schedule(text: str) -> Schedule:
-    """How much a program for a TPU computes, and how much of it while devices exchange data."""
+def read_overlap(text: str) -> Overlap:
+    """Count what a program for a TPU computes, and how much of it while devices exchange data."""
     computations = read_computations(text)
     name = None
     flops = {}  # of a computation, with all that it calls
@@ -264,11 +264,11 @@ def read_schedule(text: str) -> Schedule:
                 beside[name] += here
             else:
                 beside[name] += rounds * sum(beside.get(each, 0) for each in called)
-    return Schedule(flops.get(name, 0.0), beside.get(name, 0.0))
+    return Overlap(flops.get(name, 0.0), beside.get(name, 0.0))
 
 
 def exchanges_of(line: str, computations: dict[str, list[str]]) -> tuple[set[str], set[str]]:
-    """The exchanges that an instruction starts, and those that it ends, by their names."""
+    """Return the exchanges that an instruction starts, and those that it ends, by their names."""
     started = set()
     ended = set()
     pair = re.match(r" +(?:ROOT )?%([\w.-]+) = .* [\w-]+-(start|done)\(%([\w.-]+)", line)
@@ -291,13 +291,13 @@ def exchanges_of(line: str, computations: dict[str, list[str]]) -> tuple[set[str
 
 
 def is_exchange(line: str) -> bool:
-    """Whether a pair of start and done is a collective's, and not a copy between memories."""
+    """Say whether a pair of start and done is a collective's, and not a copy between memories."""
     kinds = "all-gather|all-reduce|collective-permute|all-to-all|reduce-scatter|async"
     return bool(re.search(rf" (?:{kinds})-(?:start|done)\(", line))
 
 
 def product_flops(line: str, shapes: dict[str, list[int]]) -> float:
-    """Two for each pair of numbers that a convolution multiplies and adds.
+    """Count two for each pair of numbers that a convolution multiplies and adds.
 
     The TPU compiler writes products of matrices as convolutions. What would be multiplied by the
     padding is not counted.

@@ -123,7 +123,7 @@ def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
 # diffusers' Flax pipelines
 
 
-MODELS = ("scheduler", "text_encoder", "text_encoder_2", "unet", "vae")  # those that compute
+COMPUTING_PARTS = ("scheduler", "text_encoder", "text_encoder_2", "unet", "vae")
 
 
 def build_pipeline(program: Program) -> tuple:
@@ -160,7 +160,7 @@ def _build(model: str, dtype: str, split_head_dim: bool) -> tuple:
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     parts = {}
     params = {}
-    for part in MODELS:
+    for part in COMPUTING_PARTS:
         if part not in index:
             continue
         library, kind = index[part]

@@ -36,7 +36,7 @@ class Product:
         return 2 * self.number * self.rows * self.depth * self.columns
 
     def padded_flops(self, tile: int, rows: int = ROWS) -> int:
-        """Operations once depth and columns are filled up to multiples of the MXU's tile.
+        """Count operations once depth and columns are filled up to multiples of the MXU's tile.
 
         Rows stream past the tile, so they are filled up to multiples of 8 only. But loading a tile
         takes as long as that many rows, so with fewer the MXU waits: ``rows=tile`` counts this,
@@ -53,19 +53,19 @@ class Product:
         return (
             2
             * self.number
-            * fill_up(self.rows, rows)
-            * fill_up(self.depth, tile)
-            * fill_up(self.columns, tile)
+            * round_up(self.rows, rows)
+            * round_up(self.depth, tile)
+            * round_up(self.columns, tile)
         )
 
 
-def fill_up(size: int, multiple: int) -> int:
-    """The next multiple."""
+def round_up(size: int, multiple: int) -> int:
+    """Return the next multiple."""
     return multiple * math.ceil(size / multiple)
 
 
 def find_products(function: Callable, *arguments) -> dict[Product, int]:
-    """The matrix products and convolutions of a function, each with how often it runs.
+    """Count the matrix products and convolutions of a function, each with how often it runs.
 
     It traces the function, and compiles nothing. How loops and branches count, `equations_of` says.
 
@@ -84,16 +84,16 @@ def find_products(function: Callable, *arguments) -> dict[Product, int]:
     >>> find_products(lambda x, weights: x @ weights, rows, weights)
     {Product(number=1, rows=1024, depth=1280, columns=5120): 1}
     """
-    found = Counter()
+    counts = Counter()
     for equation, count in equations_of(function, *arguments):
         product = read_product(equation)
         if product:
-            found[product] += count
-    return dict(found)
+            counts[product] += count
+    return dict(counts)
 
 
 def repeated_flops(function: Callable, *arguments) -> int:
-    """Operations of the products in all rounds of ``jax.lax.scan`` but the first.
+    """Count the operations of the products in all rounds of ``jax.lax.scan`` but the first.
 
     They are what the compiler leaves out, because it counts a loop's body once. What a Pallas
     kernel does, it counts by the kernel's declaration.
@@ -117,7 +117,7 @@ def repeated_flops(function: Callable, *arguments) -> int:
 
 
 def read_product(equation: JaxprEqn) -> Product | None:
-    """The products that an operation of `equations_of` is; None if it is none."""
+    """Return the products that an operation of `equations_of` is; None if it is none."""
     if equation.primitive.name == "dot_general":
         return _read_dot(equation)
     if equation.primitive.name == "conv_general_dilated":
@@ -159,7 +159,7 @@ def _read_convolution(equation: JaxprEqn) -> Product:
 
 
 def kernel_bytes(function: Callable, *arguments) -> int:
-    """Bytes that the Pallas kernels of a function move between HBM and the chip's own memory.
+    """Count the bytes that a function's Pallas kernels move between HBM and the chip's own memory.
 
     A kernel runs once for each place of its grid, the last axis fastest. For each array, an index
     map says which block of it the kernel needs there. A block stays while the map's answer stays
@@ -219,7 +219,7 @@ def _bytes_of(equation: JaxprEqn) -> int:
 
 
 def _fetches(block, mapping) -> int:
-    """How often a block is fetched, or written, while a kernel goes through its grid."""
+    """Return how often a block is fetched, or written, while a kernel goes through its grid."""
     steps = math.prod(mapping.grid)
     if steps <= 1 or mapping.num_index_operands:
         return steps
@@ -286,7 +286,7 @@ def _walk(jaxpr: Jaxpr, count: int, kernels: bool) -> Iterator[tuple[JaxprEqn, i
 
 
 def _branch_for_tpus(params: dict) -> ClosedJaxpr:
-    """Of the branches of ``platform_dependent`` that for TPUs, or the one for all others."""
+    """Return the branch of ``platform_dependent`` for TPUs, or the one for all others."""
     for branch, platforms in zip(params["branches"], params["branches_platforms"], strict=True):
         if platforms is None or "tpu" in platforms:
             return branch
@@ -297,7 +297,7 @@ def _branch_for_tpus(params: dict) -> ClosedJaxpr:
 
 
 def _jaxprs_in(value) -> Iterator[Jaxpr]:
-    """The functions, as JAX traced them, in a parameter of an operation."""
+    """Yield the functions, as JAX traced them, in a parameter of an operation."""
     if isinstance(value, ClosedJaxpr):
         yield value.jaxpr
     elif isinstance(value, Jaxpr):

@@ -13,14 +13,14 @@ from tabulate import tabulate
 from course.tpu.answers import Answer, Memory, Report, Times, Work
 from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.compiler import ask_compiler, versions
-from course.tpu.hlo import Collective, Copy, Schedule
+from course.tpu.hlo import Collective, Copy, Overlap
 from course.tpu.products import ROWS, Product
 from course.tpu.programs import PARTS, STEP, WHOLE, Program, make_program
 from helpers.places import find_data
 
 
 def read_answers(file: Path) -> list[Answer]:
-    """The answers in a file: a list of what ``dataclasses.asdict`` makes of them.
+    """Read the answers in a file: a list of what ``dataclasses.asdict`` makes of them.
 
     Unknown and missing fields raise a TypeError or a KeyError, impossible programs a ValueError.
     """
@@ -33,7 +33,7 @@ def read_answers(file: Path) -> list[Answer]:
 
 
 def read_report(content: dict) -> Report:
-    """A report out of what ``dataclasses.asdict`` and JSON made of it."""
+    """Read a report out of what ``dataclasses.asdict`` and JSON made of it."""
     fields = content | {
         "chip": Chip(**content["chip"]),
         "memory": Memory(**content["memory"]) if content["memory"] else None,
@@ -43,12 +43,12 @@ def read_report(content: dict) -> Report:
     if content.get("copies") is not None:  # those of before were not written down
         fields["copies"] = tuple(Copy(**each) for each in content["copies"])
     if content.get("schedule") is not None:
-        fields["schedule"] = Schedule(**content["schedule"])
+        fields["schedule"] = Overlap(**content["schedule"])
     return Report(**fields)
 
 
 def recorded_answers(**settings) -> list[Answer]:
-    """The recorded answers, but only those on programs with these settings.
+    """Return the recorded answers, but only those on programs with these settings.
 
     They are in ``benchmarks/tpu``, on the pipelines (``attention`` is None), and in
     ``benchmarks/tpu_pieces.json``, on the model of ``course.sd``.
@@ -66,22 +66,22 @@ def _read_all() -> tuple[Answer, ...]:
 
 
 def recorded_report(program: Program, piece: str) -> Report | None:
-    """What was recorded about a piece of a program; None if nobody asked.
+    """Return what was recorded about a piece of a program; None if nobody asked.
 
     The number of steps changes no piece by more than a thousandth, so any will do.
     """
-    found = None
+    with_other_steps = None
     for answer in _read_all():
         is_same = dataclasses.replace(answer.program, steps=program.steps) == program
         if is_same and piece in answer.pieces:
             if answer.program == program:
                 return answer.pieces[piece]
-            found = found or answer.pieces[piece]
-    return found
+            with_other_steps = with_other_steps or answer.pieces[piece]
+    return with_other_steps
 
 
 def recorded_times(program: Program) -> Times | None:
-    """The least time for a program; None unless all of its parts are recorded."""
+    """Return the least time for a program; None unless all of its parts are recorded."""
     parts = {name: recorded_report(program, name) for name in PARTS}
     if None in parts.values():
         return None
@@ -117,7 +117,7 @@ def ask_or_recall(function: Callable, *arguments, chip: str = "v5e") -> Report:
 
 
 def question_of(function: Callable, *arguments, chip: str = "v5e") -> str:
-    """How a question to the compiler is recorded.
+    """Return how a question to the compiler is recorded.
 
     Examples
     --------
@@ -133,7 +133,7 @@ def question_of(function: Callable, *arguments, chip: str = "v5e") -> str:
 
 
 def compiler_report() -> str:
-    """Whether the TPU compiler can be asked here, in a sentence."""
+    """Say in a sentence whether the TPU compiler can be asked here."""
     try:
         require_compiler()
     except RuntimeError as error:
@@ -143,7 +143,7 @@ def compiler_report() -> str:
 
 
 def largest_batch(program: Program, answers: Iterable[Answer]) -> int | None:
-    """The largest batch with which a program fits, by the answers for other batches.
+    """Return the largest batch with which a program fits, by the answers for other batches.
 
     It fits, and with one image more it does not; 0 if one image is too much. None if nobody found
     it yet.
@@ -209,16 +209,16 @@ class Split:
 
 @functools.cache
 def recorded_splits() -> dict[str, Split]:
-    """The recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
-    found = {}
+    """Read the recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
+    splits = {}
     content = json.loads(find_data("benchmarks/shardings.json").read_text(encoding="utf-8"))
     for name, split in content.items():
-        found[name] = read_split(split)
-    return found
+        splits[name] = read_split(split)
+    return splits
 
 
 def read_split(content: dict) -> Split:
-    """What a recorder has written about a program on several chips."""
+    """Read what a recorder has written about a program on several chips."""
     return Split(
         mesh=content["mesh"],
         images=content["images"],
@@ -244,7 +244,7 @@ FIGURES = [
 
 
 def table_of(answers: Sequence[Answer]) -> str:
-    """Answers as a table in Markdown, and a sentence on who gave them, and when.
+    """Return answers as a table in Markdown, and a sentence on who gave them, and when.
 
     It has a row for each program with a batch of one, and one for the largest batch that fits.
     """
@@ -275,7 +275,7 @@ def table_of(answers: Sequence[Answer]) -> str:
 
 
 def row_of(answer: Answer, is_largest: bool) -> list[str]:
-    """A row of `table_of`."""
+    """Return a row of `table_of`."""
     program = answer.program
     name = f"{program.model}, {program.height} × {program.width}, {program.steps} steps"
     name = f"{name}, {program.dtype}"
@@ -327,12 +327,12 @@ PUBLISHED = (
 
 
 def published_times() -> list[tuple[Published, Times]]:
-    """The published times, each with the recorded least time of the same program."""
+    """Return the published times, each with the recorded least time of the same program."""
     return [(each, recorded_times(make_program("sdxl", each.chip, steps=20))) for each in PUBLISHED]
 
 
 def table_of_published() -> str:
-    """The published times as a table in Markdown, with the least times and the MFU.
+    """Return the published times as a table in Markdown, with the least times and the MFU.
 
     Its last columns have the time that the products would take if they filled the MXU's tiles, by
     the two rules of `Product.padded_flops`.
@@ -356,23 +356,23 @@ def table_of_published() -> str:
 
 
 def recorded_products(model: str) -> dict[str, dict[Product, int]]:
-    """The matrix products and convolutions in each part of a pipeline, with how often they run.
+    """Read the matrix products and convolutions in each part of a pipeline, and how often they run.
 
     They are in ``benchmarks/products.json``, for ``sd`` and ``sdxl``, one image at a time and in
     the usual size.
     """
     content = json.loads(find_data("benchmarks/products.json").read_text(encoding="utf-8"))
-    found = {}
+    products = {}
     for part, rows in content["models"][model].items():
-        found[part] = {}
+        products[part] = {}
         for row in rows:
             count = row.pop("count")
-            found[part][Product(**row)] = count
-    return found
+            products[part][Product(**row)] = count
+    return products
 
 
 def padded_seconds(program: Program, chip: Chip, rows: int = ROWS) -> float:
-    """What a pipeline's products take at a chip's peak if each is filled up to the MXU's tile.
+    """Return the seconds of a pipeline's products at a chip's peak, filled up to the MXU's tile.
 
     Parameters
     ----------
