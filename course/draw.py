@@ -38,7 +38,7 @@ from PIL.PngImagePlugin import PngInfo
 from course import sd
 from course.commands import make_parser, positive, run
 from course.model.tokens import say_what_is_not_read
-from course.sd.tokenizer import Encoder, read_tokenizer
+from course.sd.tokenizer import Encoder, read_encoder
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
 from helpers.inputs import say_what_is_unknown
 
@@ -223,7 +223,7 @@ def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:
     """Print the first of the warnings, and how many more there are."""
     tokenizer = download(checkpoint, only=["tokenizer/*"]) / "tokenizer"
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
-    found = list(find_warnings(rows, read_tokenizer(tokenizer), settings.get("caption_words")))
+    found = list(find_warnings(rows, read_encoder(tokenizer), settings.get("caption_words")))
     for warning in found[:SHOWN]:
         print(f"Warning: {warning}", file=sys.stderr)
     if len(found) > SHOWN:
