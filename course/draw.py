@@ -38,7 +38,7 @@ from PIL.PngImagePlugin import PngInfo
 from course import sd
 from course.commands import make_parser, positive, run
 from course.model.tokens import say_what_is_not_read
-from course.sd.tokenizer import Encoder, read_tokenizer
+from course.sd.tokenizer import Encoder, read_encoder
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
 from helpers.inputs import say_what_is_unknown
 from helpers.models import bundled_names, find_local, read_configuration
@@ -225,7 +225,7 @@ def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:
     """Print the first of the warnings, and how many more there are."""
     tokenizer = download(checkpoint, only=["tokenizer/*"]) / "tokenizer"
     words = read_configuration(tokenizer / "tokenizer_config.json").get("caption_words")
-    sentences = list(find_warnings(rows, read_tokenizer(tokenizer), words))
+    sentences = list(find_warnings(rows, read_encoder(tokenizer), words))
     for sentence in sentences[:SHOWN]:
         if len(sentence) > MOST_LETTERS:
             sentence = f"{sentence[:MOST_LETTERS]} ..."

@@ -11,6 +11,7 @@ import course.convert
 import course.lora
 import helpers.models
 from course import sd
+from course.model.files import stack_layers, to_files
 from course.sd import convert
 from helpers import bundled_checkpoint
 from tests.makers import common
@@ -117,3 +118,35 @@ def test_a_bad_single_file_is_refused_in_a_sentence(models, tmp_path, how):
     save_file(change(load_file(file)), file)
     with pytest.raises(ValueError, match=message):
         convert.read_single_file(file, config)
+
+
+@pytest.fixture
+def old_vae(models):
+    """The tensors of a VAE whose attention is convolutions of one pixel, as it was before 2023."""
+    tensors = to_files(models["shapes-sd"][0]["vae"])
+    for name, value in tensors.items():
+        if ".attentions.0." in name and value.ndim == 2:
+            tensors[name] = value[:, :, None, None]
+    return tensors
+
+
+def read_with_vae(model, tensors, place):
+    """Read a single file with the VAE of a folder."""
+    params, config, _ = model
+    (place / "vae").mkdir()
+    save_file(tensors, place / "vae" / "diffusion_pytorch_model.safetensors")
+    write_single_file(params, config, place / "model.safetensors")
+    return convert.read_single_file(place / "model.safetensors", config, vae=place / "vae")
+
+
+def test_a_vae_folder_may_have_convolutions_in_its_attention(models, old_vae, tmp_path):
+    model = models["shapes-sd"]
+    found = read_with_vae(model, old_vae, tmp_path)
+    assert make.is_same(stack_layers(found["vae"]), model[0]["vae"])
+
+
+def test_a_vae_folder_of_a_different_model_is_refused(models, old_vae, tmp_path):
+    other = old_vae | {"encoder.conv_in.bias": np.zeros(3, np.float32)}
+    sentence = r"\(3,\) for encoder.conv_in.bias, .* its vae is that of a different model. Take a"
+    with pytest.raises(ValueError, match=sentence):
+        read_with_vae(models["shapes-sd"], other, tmp_path)

@@ -190,6 +190,11 @@ def rewritten(name, change):
     return spoil
 
 
+def without_a_length(folder):
+    file = folder / "tokenizer" / "tokenizer_config.json"
+    make.edit_json(file, lambda settings: settings | {"model_max_length": None})
+
+
 def renamed(name, new_name):
     return lambda folder: (folder / name).rename((folder / name).with_name(new_name))
 
@@ -207,6 +212,11 @@ def split_up(folder):
 def without_a_shard(folder):
     split_up(folder)
     (folder / "unet" / SHARD.format(2)).unlink()
+
+
+def without_an_index(folder):
+    split_up(folder)
+    (folder / INDEX).unlink()
 
 
 def with_half_an_index(folder):
@@ -251,6 +261,10 @@ REFUSALS = {
         replaced("model_index.json", lambda data: data.replace(b"unet", b"net")),
         "not a whole folder.*names no class for 'unet'",
     ),
+    "an index without a pipeline": (
+        replaced("model_index.json", lambda data: data.replace(b"_class_name", b"_name")),
+        "not a whole folder.*does not say for which pipeline it is",
+    ),
     "an index with a part that is null": (
         replaced("model_index.json", lambda data: data.replace(b'"UNet2DConditionModel"', b"null")),
         "not a whole folder",
@@ -261,6 +275,22 @@ REFUSALS = {
         replaced("tokenizer/tokenizer_config.json", lambda data: data.replace(b"eos_", b"old_")),
         "tokenizer_config.json does not say what eos_token is: download",
     ),
+    "a tokenizer with a length that is null": (
+        without_a_length,
+        "tokenizer_config.json has None for model_max_length, which is no number: download",
+    ),
+    "merges of one word": (
+        replaced("tokenizer/merges.txt", lambda data: data + b"one\n"),
+        "tokenizer holds no tokenizer of CLIP: .*merges.* Get it again",
+    ),
+    "merges of three words": (
+        replaced("tokenizer/merges.txt", lambda data: data + b"one two three\n"),
+        "tokenizer holds no tokenizer of CLIP: .*merges.* Get it again",
+    ),
+    "a vocabulary without numbers": (
+        replaced("tokenizer/vocab.json", lambda data: b'{"a": "b"}'),
+        "tokenizer holds no tokenizer of CLIP: .*vocab.* Get it again",
+    ),
     "no vocabulary": (missing("tokenizer/vocab.json"), "vocab.json is missing"),
     "no file": (
         missing(UNET),
@@ -268,7 +298,7 @@ REFUSALS = {
     ),
     "only a variant": (
         renamed(UNET, "diffusion_pytorch_model.fp16.safetensors"),
-        "but .*fp16.safetensors: give the variant",
+        "but .*fp16.safetensors: give the variant in its files' names\\.",
     ),
     "half a file": (
         replaced(UNET, lambda data: data[: len(data) // 2]),
@@ -276,6 +306,10 @@ REFUSALS = {
     ),
     "an empty file": (replaced(UNET, lambda data: b""), "no safetensors"),
     "a missing shard": (without_a_shard, "00002-of-00003.safetensors is missing"),
+    "no index of shards": (
+        without_an_index,
+        "but .*00003-of-00003.safetensors: their index .* is missing, so download the folder again",
+    ),
     "half an index of shards": (
         with_half_an_index,
         "unet has nothing for .*, and its configuration means",

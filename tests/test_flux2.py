@@ -418,6 +418,13 @@ def test_files_beside_those_of_the_index_are_not_read(shards, tmp_path):
     flux2.load(copy)
 
 
+def test_arrays_that_are_in_no_block_may_be_there_and_are_not_read(model, folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    file = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file(load_file(file) | {"of.others": np.zeros(3, np.float32)}, file)
+    assert is_same(flux2.load(copy, jnp.float32)[0], model[0])
+
+
 def test_in_bfloat16_images_are_almost_the_same(shards, recorded, prompts):
     found = draw(flux2.load(shards), prompts, 24, 40)
     assert found.dtype == jnp.float32
@@ -479,6 +486,11 @@ BAD_FOLDERS = {
         lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"),
         ValueError,
         "tokenizer.json is no tokenizer: .* Get it again.",
+    ),
+    "a length of prompts that is null": (
+        change_json("tokenizer/tokenizer_config.json", model_max_length=None),
+        ValueError,
+        "tokenizer_config.json has None for model_max_length, which is no number: download",
     ),
     "no parameters": (
         remove("transformer/diffusion_pytorch_model.safetensors"),

@@ -189,10 +189,16 @@ def with_more(ending, value):
 
 
 REFUSALS = {
-    "half of a pair": (without_some_halves, "of which only one half is there"),
+    "half of a pair": (without_some_halves, "to_q.lora_A.weight without its other half"),
     "no LoRA": (lambda tensors: {BIAS: np.zeros(3, np.float32)}, "fit nothing .*: conv_in.bias"),
-    "of a model with other widths": (other_widths, "get one made for it"),
-    "halves that do not fit each other": (only_first_halves_cut, "of two ranks: get it again"),
+    "of a model with other widths": (
+        other_widths,
+        r"lora_A.weight and its other half for .*: get one made for it",
+    ),
+    "halves that do not fit each other": (
+        only_first_halves_cut,
+        "lora_A.weight as .* of two ranks: get it again",
+    ),
     "an alpha that is not one number": (
         with_more("alpha", np.ones(2, np.float32)),
         "fit nothing in this model: .*alpha",

@@ -316,6 +316,16 @@ def test_one_key_stands_for_the_noise_that_pipelines_draw_from_it(small, monkeyp
             r"asks for layers_per_block = \[1, 2\], which",
         ),
         (
+            {"layers_per_block": None},
+            "UNet2DConditionModel",
+            "asks for layers_per_block = None, which",
+        ),
+        (
+            {"block_out_channels": 32},
+            "UNet2DConditionModel",
+            "asks for block_out_channels = 32, which",
+        ),
+        (
             {"prediction_type": "sample"},
             "EulerDiscreteScheduler",
             "asks for prediction_type = 'sample', which .*: it has 'epsilon' and 'v_prediction'",
@@ -330,3 +340,9 @@ def test_one_key_stands_for_the_noise_that_pipelines_draw_from_it(small, monkeyp
 def test_what_a_configuration_asks_for_in_vain_is_named(options, kind, sentence):
     with pytest.raises(ValueError, match=sentence):
         read_class(options, kind, "a file")
+
+
+def test_null_is_read_where_it_switches_off():
+    """Scripts that converted files of the original layout wrote it so."""
+    config = read_class({"upcast_attention": None}, "UNet2DConditionModel", "a file")
+    assert not config.upcast_attention

@@ -10,7 +10,7 @@ from transformers import CLIPTokenizerFast, Qwen2TokenizerFast
 
 from course import flux2, sd
 from course.flux2 import tokenizer as qwen
-from course.sd.tokenizer import Tokenizer, read_tokenizer
+from course.sd.tokenizer import Tokenizer, read_encoder
 from helpers import bundled_checkpoint
 
 SHAPES_SD = Path(bundled_checkpoint("shapes-sd").source) / "tokenizer"
@@ -41,7 +41,7 @@ def test_tokens_are_those_of_clips_fast_tokenizer():
     texts = list(ODD_TEXTS)
     for _ in range(1200):
         texts.append("".join(random.choice(ODD_PIECES, random.integers(1, 60))))
-    tokenize = Tokenizer((read_tokenizer(SHAPES_SD),))
+    tokenize = Tokenizer((read_encoder(SHAPES_SD),))
     with pytest.warns(UserWarning, match="are read: not"):
         found = tokenize(texts)[:, 0]
     expected = CLIPTokenizerFast.from_pretrained(SHAPES_SD)(texts, max_length=77, **PADDED)
@@ -81,7 +81,7 @@ def test_a_sign_that_fills_up_is_a_special_token_in_a_prompt_as_well(tmp_path):
         settings = json.loads((folder / file).read_text()) | {"pad_token": "!"}
         (folder / file).write_text(json.dumps(settings))
     texts = ["wow!", "a red! heart", "!", "a heart"]
-    found = Tokenizer((read_tokenizer(folder),))(texts)[:, 0]
+    found = Tokenizer((read_encoder(folder),))(texts)[:, 0]
     expected = CLIPTokenizerFast.from_pretrained(folder)(texts, max_length=77, **PADDED)
     assert np.array_equal(found, expected.input_ids)
 

@@ -1,5 +1,6 @@
 """Reading a model from a folder in diffusers' format."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from course.flux2.configs import Config, read_config
-from course.flux2.parameters import model_parameters, parameter_shapes
+from course.flux2.parameters import parameter_shapes
 from course.flux2.tokenizer import Tokenizer, read_tokenizer
-from course.model.files import check_dtype, load_parts
+from course.model.files import check_dtype, load_parts, stacked_name
 
 
 def load(
@@ -54,18 +55,18 @@ def load(
     config = read_config(folder)
     tokenize = read_tokenizer(folder / "tokenizer")
     shapes = parameter_shapes(config, dtype)
-    params = load_parts(folder, shapes, sharding, variant, unread_names(config))
+    is_unread = functools.partial(_is_unread, config)
+    params = load_parts(folder, shapes, sharding, variant, is_unread)
     return params, config, tokenize
 
 
-def unread_names(config: Config) -> dict[str, set[str]]:
-    """Return, for each part, what files have and nothing here reads.
+def _is_unread(config: Config, part: str, name: str) -> bool:
+    """Return whether files may have a parameter that the model does not need.
 
-    Of the text encoder these are the last layers, its norm and its head.
+    They may not have more blocks than their configuration says. Of the text encoder, the last
+    layers are not needed.
     """
-    text_encoder = {"model.norm.weight", "lm_head.weight"}
-    for name, parameter in model_parameters(config)["text_encoder"].items():
-        if "*" in name:
-            layers = range(parameter.shape[0], config.text_encoder.num_hidden_layers)
-            text_encoder |= {name.replace("*", str(layer)) for layer in layers}
-    return {"text_encoder": text_encoder, "vae": {"bn.num_batches_tracked"}}
+    _, layer = stacked_name(name)
+    if layer is None:
+        return True
+    return part == "text_encoder" and layer < config.text_encoder.num_hidden_layers

@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 
 from course.model.files import read_json
-from course.model.tokens import check_prompts, read_splitter, warn_of_length
+from course.model.tokens import check_prompts, max_length, read_splitter, warn_of_length
 
 # What Qwen3's chat template makes of one message to which it shall answer without thinking.
 TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -56,6 +56,6 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
         If a file is missing or damaged.
     """
     splitter = read_splitter(Path(folder, "tokenizer.json"))
-    settings = read_json(Path(folder, "tokenizer_config.json"))
-    max_length = min(MAX_LENGTH, int(settings.get("model_max_length", MAX_LENGTH)))
-    return Tokenizer(splitter, max_length)
+    settings_file = Path(folder, "tokenizer_config.json")
+    length = max_length(settings_file, read_json(settings_file), MAX_LENGTH)
+    return Tokenizer(splitter, min(MAX_LENGTH, length))

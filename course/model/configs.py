@@ -6,6 +6,7 @@ values that it has for options that it does not read.
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Kind = TypeVar("Kind")
@@ -102,7 +103,7 @@ def _is_possible(
     no_difference: Collection[str] | None,
 ) -> bool:
     """Return whether a model has an option with this value; arguments as of ``check_options``."""
-    if name in types and isinstance(value, list) and not _may_be_tuple(types[name]):
+    if name in types and not _fits(value, types[name]):
         return False
     if name in allowed:
         values = value if isinstance(value, list) else [value]
@@ -112,6 +113,11 @@ def _is_possible(
     return value is None or value is False  # unknown, but switched off
 
 
-def _may_be_tuple(annotation: Any) -> bool:
-    """Return whether a type is a tuple, or a union of which one is."""
-    return any(get_origin(kind) is tuple for kind in (annotation, *get_args(annotation)))
+def _fits(value: Any, annotation: Any) -> bool:
+    """Return whether a value is a list, one value or null, as the type of its option allows."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    if value is None:
+        return NoneType in kinds or bool in kinds  # some files have null for what is switched off
+    if isinstance(value, list):
+        return any(get_origin(kind) is tuple for kind in kinds)
+    return any(get_origin(kind) is not tuple and kind is not NoneType for kind in kinds)

@@ -335,8 +335,12 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
     if flax_files and not variant:
         return flax_files
     there = ", ".join(sorted(file.name for file in folder.glob("*model*"))) or "nothing"
-    if ".safetensors" in there:
-        advice = f"give the variant in its files' names, which is {variant} now"
+    if not variant and re.search(r"model-\d+-of-\d+\.safetensors", there):
+        advice = "their index (….safetensors.index.json) is missing, so download the folder again"
+    elif ".safetensors" in there:
+        advice = "give the variant in its files' names"
+        if variant:
+            advice += f", which is {variant} now"
     else:
         advice = (
             "get safetensors; a .bin or .ckpt is not read, as it is a pickle, which can run any "
@@ -436,7 +440,7 @@ def load_parts(
     shapes: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
     sharding: jax.sharding.Sharding | dict | None = None,
     variant: str | None = None,
-    unread: Mapping[str, Iterable[str]] | None = None,
+    is_unread: Callable[[str, str], bool] | None = None,
 ) -> dict[str, dict[str, jax.Array]]:
     """Read the parameters of a model from a folder in diffusers' format.
 
@@ -453,8 +457,8 @@ def load_parts(
         Where parameters lie: a sharding for all, or one for each.
     variant : str, optional
         The word that the files have in their names.
-    unread : dict, optional
-        For each part, names that files may have, and that nothing here uses.
+    is_unread : callable, optional
+        Of a part and a name which the model does not need: whether files may have it all the same.
 
     Raises
     ------
@@ -463,10 +467,12 @@ def load_parts(
     """
     stored = {}
     for part, needed in shapes.items():
-        stored[part] = read_part(folder / part, variant)
-        for name in (unread or {}).get(part, ()):
-            stored[part].pop(name, None)
-        check_part(folder / part, stored[part], unstack_layers(needed))
+        single = unstack_layers(needed)
+        stored[part] = {}
+        for name, value in read_part(folder / part, variant).items():
+            if name in single or is_unread is None or not is_unread(part, name):
+                stored[part][name] = value
+        check_part(folder / part, stored[part], single)
 
     params = {}
     for part, values in stored.items():

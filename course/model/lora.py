@@ -67,7 +67,7 @@ ALPHA = re.compile(r"(.+?)(?:[._]lora)?\.alpha")
 
 # Other kinds of files, by what is in their keys. None of them is a sum of a weight and a product of
 # two matrices, or they are more than that.
-OTHER_KINDS = {
+OTHER_ADAPTERS = {
     r"\.hada_": "LoHa",
     r"\.lokr_": "LoKr",
     r"\.dora_scale$|\.lora_magnitude_vector": "DoRA",
@@ -141,9 +141,9 @@ def read_pairs(
     file = Path(file)
     arrays, metadata = read_safetensors(file)
     options = _read_options(file, metadata)
-    _refuse_other_kinds(file, arrays)
-    matrices, alphas, unknown = _sort_arrays(arrays, layers)
-    if unknown or not matrices:
+    _refuse_other_adapters(file, arrays)
+    halves, alphas, unknown = _sort_arrays(arrays, layers)
+    if unknown or not halves:
         some = "; ".join(sorted(unknown)[:5]) or "no keys of a LoRA"
         raise ValueError(
             f"{file} has {len(unknown)} keys that fit nothing in this model: {some}. "
@@ -155,11 +155,11 @@ def read_pairs(
             "that file, too."
         )
     pairs = {}  # for each part by the weight's name: of each layer, or of None if they are single
-    for layer, halves in matrices.items():
+    for layer, keys in halves.items():
         shape = params[layer.part][layer.name].shape
         if layer.number is not None:
             shape = shape[1:]
-        pair = _read_pair(file, layer, halves, shape)
+        pair = _read_pair(file, arrays, keys, shape)
         rank = pair.down.shape[-1]
         scale = _scale_by_options(options, layer, rank)
         if layer in alphas:
@@ -190,9 +190,9 @@ def _split_key(key: str) -> tuple[str, str]:
 
 def _sort_arrays(
     arrays: Mapping[str, Stored], layers: Mapping[str, Layer]
-) -> tuple[dict[Layer, dict[str, Stored]], dict[Layer, float], list[str]]:
-    """Return the halves of pairs and the alphas by layer, and the keys that fit nothing."""
-    matrices, alphas, unknown = {}, {}, []
+) -> tuple[dict[Layer, dict[str, str]], dict[Layer, float], list[str]]:
+    """Return the keys of halves and the alphas by layer, and the keys that fit nothing."""
+    halves, alphas, unknown = {}, {}, []
     for key, array in arrays.items():
         name, kind = _split_key(key)
         layer = layers.get(name)
@@ -201,35 +201,36 @@ def _sort_arrays(
         elif kind == "alpha":
             alphas[layer] = float(np.asarray(array).item())
         else:
-            matrices.setdefault(layer, {})[kind] = array
-    for layer, halves in matrices.items():
-        if len(halves) == 1:
-            unknown.append(f"{layer.part}.{layer.file_name}, of which only one half is there")
-    return matrices, alphas, unknown
+            halves.setdefault(layer, {})[kind] = key
+    for keys in halves.values():
+        if len(keys) == 1:
+            (key,) = keys.values()
+            unknown.append(f"{key} without its other half")
+    return halves, alphas, unknown
 
 
 def _read_pair(
-    file: Path, layer: Layer, halves: Mapping[str, Stored], shape: tuple[int, ...]
+    file: Path, arrays: Mapping[str, Stored], keys: Mapping[str, str], shape: tuple[int, ...]
 ) -> Pair:
     """Read the two matrices of a layer, and check that their product has the weight's shape."""
     matrices = []
     for half in ("down", "up"):
-        check_numbers(file, halves[half])
-        matrix = to_channels_last("", np.asarray(halves[half], np.float32))
+        stored = arrays[keys[half]]
+        check_numbers(file, stored)
+        matrix = to_channels_last("", np.asarray(stored, np.float32))
         # Files may have a convolution of one pixel as a matrix.
         matrices.append(matrix[None, None] if len(shape) == 4 and matrix.ndim == 2 else matrix)
     pair = Pair(*matrices)
-    where = f"{layer.part}.{layer.file_name}"
     product_shape = (*pair.down.shape[:-1], pair.up.shape[-1])
     if product_shape != shape:
         raise ValueError(
-            f"{file} has {where} for {product_shape}, and this model has {shape}: "
-            "get one made for it."
+            f"{file} has {keys['down']} and its other half for {product_shape}, and this model has "
+            f"{shape}: get one made for it."
         )
     if pair.up.shape[-2] != pair.down.shape[-1]:
         raise ValueError(
-            f"{file} has halves of {where}, {pair.down.shape} and {pair.up.shape}, of two ranks: "
-            "get it again."
+            f"{file} has {keys['down']} as {pair.down.shape}, and its other half as "
+            f"{pair.up.shape}, of two ranks: get it again."
         )
     return pair
 
@@ -252,9 +253,9 @@ def _stack_pairs(by_number: Mapping[int | None, Pair], shape: tuple[int, ...]) -
     return Pair(jnp.asarray(down), jnp.asarray(up))
 
 
-def _refuse_other_kinds(file: Path, arrays: Mapping[str, Stored]) -> None:
+def _refuse_other_adapters(file: Path, arrays: Mapping[str, Stored]) -> None:
     """Raise ``ValueError`` and name the kind of a file that is no plain LoRA."""
-    for pattern, kind in OTHER_KINDS.items():
+    for pattern, kind in OTHER_ADAPTERS.items():
         for key in arrays:
             if re.search(pattern, key):
                 raise ValueError(

@@ -73,3 +73,20 @@ def special_token(file: Path, settings: dict, name: str) -> str:
     if not isinstance(token, str):
         raise ValueError(f"{file} does not say what {name} is: download the folder again.")
     return token
+
+
+def max_length(file: Path, settings: dict, default: int) -> int:
+    """Return how many tokens are read at most, by a tokenizer's settings or else by default.
+
+    Raises
+    ------
+    ValueError
+        If they say it, and it is no number. ``file`` is where they stand, for the message.
+    """
+    length = settings.get("model_max_length", default)
+    if not isinstance(length, int | float):
+        raise ValueError(
+            f"{file} has {length!r} for model_max_length, which is no number: download the folder "
+            "again."
+        )
+    return int(length)

@@ -249,7 +249,7 @@ NO_DIFFERENCE = {
 }
 
 
-def read_class(options: dict, kind: str, where: str) -> Any:
+def read_class(options: dict, kind: str, where: str | Path) -> Any:
     """Read the options that a file has for a class.
 
     Parameters
@@ -258,7 +258,7 @@ def read_class(options: dict, kind: str, where: str) -> Any:
         As the file has them.
     kind : str
         A key of ``CLASSES`` or ``SCHEDULERS``, with or without "Flax" in front.
-    where : str
+    where : str or Path
         The file, for messages.
 
     Returns
@@ -293,7 +293,7 @@ def read_class(options: dict, kind: str, where: str) -> Any:
     return read_options(config, defaults | options, where, ALLOWED, NO_DIFFERENCE)
 
 
-def _without_other_steps(options: dict, kind: str, where: str) -> dict:
+def _without_other_steps(options: dict, kind: str, where: str | Path) -> dict:
     """Return a scheduler's options without those that ask for steps that no sampler here takes.
 
     If there are such options, or there is no sampler for this kind, a warning says so.
@@ -312,7 +312,7 @@ def _without_other_steps(options: dict, kind: str, where: str) -> dict:
         warnings.warn(
             f"{where} asks for {' and '.join(asks)}, which is not here: {scheduler.sampler!r} "
             "draws in its place, and images differ a little from those of diffusers.",
-            stacklevel=4,
+            stacklevel=5,  # whoever called read_config
         )
     return left
 
@@ -327,7 +327,12 @@ def read_config(folder: str | Path) -> Config:
     """
     folder = Path(folder)
     index = read_json(folder / "model_index.json")
-    pipeline = str(index.get("_class_name"))
+    pipeline = index.get("_class_name")
+    if not isinstance(pipeline, str):
+        raise ValueError(
+            f"{folder} is not a whole folder in diffusers' format: its model_index.json does not "
+            "say for which pipeline it is. Download it again."
+        )
     if "Inpaint" in pipeline or "InstructPix2Pix" in pipeline:
         raise ValueError(f"{folder} is for {pipeline}: {INPAINTING}")
     if pipeline.removeprefix("Flax") not in PIPELINES:
@@ -336,8 +341,8 @@ def read_config(folder: str | Path) -> Config:
         )
 
     def read_part(name: str, file: str = "config.json") -> Any:
-        options = read_json(folder / name / file)
-        return read_class(options, part_class(folder, index, name), f"{name}/{file}")
+        where = folder / name / file
+        return read_class(read_json(where), part_class(folder, index, name), where)
 
     encoders = [read_part("text_encoder")]
     if "text_encoder_2" in index:

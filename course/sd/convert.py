@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,6 @@ import numpy as np
 from course.model.files import (
     Stored,
     check_numbers,
-    check_part,
     new_name,
     read_json,
     read_part,
@@ -328,7 +327,7 @@ def _to_our_axes(
 
 
 def _refuse_more(
-    file: Path, arrays: Mapping[str, Stored], used: set[str], layout: Layout, part: str
+    file: Path, arrays: Mapping, used: Collection[str], layout: Layout, part: str
 ) -> None:
     """Raise ``ValueError`` if a file has more of a UNet or a VAE than this model does.
 
@@ -337,7 +336,7 @@ def _refuse_more(
     if part not in BEGINNINGS:
         return
     unused = []
-    for name in arrays.keys() - used:
+    for name in arrays.keys() - set(used):
         is_of_part = name.startswith(layout.prefix or BEGINNINGS[part])
         if is_of_part and ".loss." not in name:
             unused.append(name)
@@ -375,10 +374,22 @@ def _read_other_folder(
                 f"{config.vae.scaling_factor}: take a VAE for this kind of model."
             )
     arrays = read_part(folder)
-    if part.startswith("text_encoder"):  # which may have more layers than are used
-        arrays = {name: value for name, value in arrays.items() if name in shapes}
-    check_part(folder, arrays, shapes)
-    return arrays
+    taken = {}
+    for name, needed in shapes.items():
+        value = arrays.get(name)
+        if isinstance(value, Stored) and len(value.shape) == 4 and len(needed.shape) == 2:
+            # The VAE's attention was made of convolutions of one pixel.
+            value = value.change(lambda convolution: convolution[0, 0])
+        have = "nothing" if value is None else value.shape
+        if have != needed.shape:
+            raise ValueError(
+                f"{folder} has {have} for {name}, and this model has {needed.shape}: its {part} is "
+                f"that of a different model. {_whose(arrays)}"
+            )
+        check_numbers(folder, value)
+        taken[name] = value
+    _refuse_more(folder, arrays, taken, Layout("", "diffusers"), part)
+    return taken
 
 
 # Which model a file is for, by a name in it: for the first two that are refused in any case.
@@ -414,7 +425,7 @@ def _check_kind(file: Path, arrays: Mapping[str, Stored], config: Config) -> Non
             )
 
 
-def _whose(arrays: Mapping[str, Stored]) -> str:
+def _whose(arrays: Mapping[str, Stored | np.ndarray]) -> str:
     """Return a sentence that says for which model a file is, as far as one can see it."""
     for name, value in arrays.items():
         if "mid" in name and name.endswith("transformer_blocks.0.attn2.to_k.weight"):

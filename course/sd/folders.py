@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from course.model.configs import part_class
 from course.model.files import (
     check_dtype,
     load_parts,
@@ -18,11 +19,10 @@ from course.model.files import (
 )
 from course.sd.configs import SCHEDULERS, Config, ScheduleConfig, read_config
 from course.sd.parameters import parameter_shapes
-from course.sd.tokenizer import Tokenizer, read_tokenizer
+from course.sd.tokenizer import Tokenizer, read_encoder
 
 # What files have and nothing here reads: the numbers from 0 to 76, in files from before 2023.
-POSITIONS = "text_model.embeddings.position_ids"
-UNREAD = {"text_encoder": (POSITIONS,), "text_encoder_2": (POSITIONS,)}
+POSITION_IDS = "text_model.embeddings.position_ids"
 
 
 def load(
@@ -66,12 +66,17 @@ def load(
     folder = Path(folder)
     dtype = check_dtype(dtype)
     config = read_config(folder)
-    tokenizers = [read_tokenizer(folder / "tokenizer")]
+    encoders = [read_encoder(folder / "tokenizer")]
     if len(config.text) == 2:
-        tokenizers.append(read_tokenizer(folder / "tokenizer_2"))
+        encoders.append(read_encoder(folder / "tokenizer_2"))
     shapes = parameter_shapes(config, dtype)
-    params = load_parts(folder, shapes, sharding, variant, UNREAD)
-    return params, config, Tokenizer(tuple(tokenizers))
+    params = load_parts(folder, shapes, sharding, variant, _is_unread)
+    return params, config, Tokenizer(tuple(encoders))
+
+
+def _is_unread(part: str, name: str) -> bool:
+    """Return whether files may have a parameter that the model does not need."""
+    return part.startswith("text_encoder") and name == POSITION_IDS
 
 
 def save(
@@ -116,7 +121,7 @@ def copy_settings(
 ) -> None:
     """Copy what a folder in diffusers' format has besides parameters, for PyTorch's classes."""
     index = read_json(source / "model_index.json")
-    is_flax = index["scheduler"][1].startswith("Flax")
+    is_flax = part_class(source, index, "scheduler").startswith("Flax")
     for name, value in index.items():
         if not isinstance(value, list):  # a name that begins with "_", or an option
             continue
@@ -137,7 +142,7 @@ def copy_settings(
     schedule = schedule or own
     file = folder / "scheduler" / "scheduler_config.json"
     options = read_json(file)
-    written_for = SCHEDULERS.get(index["scheduler"][1])
+    written_for = SCHEDULERS.get(part_class(source, index, "scheduler"))
     if schedule.rescale_betas_zero_snr and not (written_for and written_for.begins_at_noise):
         index["scheduler"] = ["diffusers", "DDIMScheduler"]
         options |= {"_class_name": "DDIMScheduler", "clip_sample": False}

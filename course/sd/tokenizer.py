@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from course.model.files import read_json, read_text
-from course.model.tokens import check_prompts, special_token, warn_of_length
+from course.model.tokens import check_prompts, max_length, special_token, warn_of_length
 
 # Endings, words, digits and signs, as in openai/CLIP.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -96,10 +96,15 @@ class Tokenizer:
         return Tokenizer(tuple(encoders))
 
 
-def read_tokenizer(folder: str | Path) -> Encoder:
+def read_encoder(folder: str | Path) -> Encoder:
     """Read the tokenizer of one text encoder, as transformers' ``CLIPTokenizerFast`` does.
 
     The folder has ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If one of them is missing or damaged.
     """
     folder = Path(folder)
     settings_file = folder / "tokenizer_config.json"
@@ -113,9 +118,12 @@ def read_tokenizer(folder: str | Path) -> Encoder:
     start = special_token(settings_file, settings, "bos_token")
     end = special_token(settings_file, settings, "eos_token")
     fill = special_token(settings_file, settings, "pad_token")
-    splitter = tokenizers.Tokenizer(
-        models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end)
-    )
+    try:
+        pieces = models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end)
+    except Exception as error:  # the package raises no kind of its own
+        what, *_ = str(error).splitlines()  # the other lines are about types of the package
+        raise ValueError(f"{folder} holds no tokenizer of CLIP: {what}. Get it again.") from None
+    splitter = tokenizers.Tokenizer(pieces)
     splitter.normalizer = normalizers.Sequence(
         [
             normalizers.NFC(),
@@ -133,7 +141,7 @@ def read_tokenizer(folder: str | Path) -> Encoder:
         splitter.add_special_tokens([AddedToken(token, normalized=True)])
     return Encoder(
         splitter=splitter,
-        room=settings.get("model_max_length", ROOM),
+        room=max_length(settings_file, settings, ROOM),
         start=splitter.token_to_id(start),
         end=splitter.token_to_id(end),
         fill=splitter.token_to_id(fill),
