@@ -239,11 +239,11 @@ def read_checkpoint(name: str, safetensors: bool = True, chapter: str | None = N
         if not any(isinstance(file, str) for file in cached):
             info = HfApi().model_info(hub_id, revision=revision, files_metadata=True, timeout=10)
             sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    if sizes and "model_index.json" not in sizes:
+    folder = find_model(f"{hub_id}@{revision}", only=CONFIGURATION)
+    if not (folder / "model_index.json").is_file():
         raise RuntimeError(
             f"{name} holds no pipeline in diffusers' format: choose a different one."
         )
-    folder = find_model(f"{hub_id}@{revision}", only=CONFIGURATION)
     model = which_model(folder)
     _check_architecture(name, model, chapter)
     if sizes:
