@@ -41,7 +41,14 @@ def prompts(tmp_path_factory):
 def ray():
     """Ray on this machine, for all tests that need it."""
     ray = pytest.importorskip("ray", reason="Ray has no wheel for this Python on this system.")
-    draw.start_ray(cpus=3)
+    if hasattr(os, "sched_setaffinity"):
+        # Ray gives its processes a fixed time to start, which one core alone may not suffice for.
+        own_cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, range(os.cpu_count()))
+        draw.start_ray(cpus=3)
+        os.sched_setaffinity(0, own_cores)
+    else:
+        draw.start_ray(cpus=3)
     yield ray
     ray.shutdown()
 

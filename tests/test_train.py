@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from course import flux2, sd
 from course.model.autoencoder import decode_latents, encode_latents
@@ -67,8 +68,23 @@ class Run(NamedTuple):
     data: dict[str, jax.Array]
 
 
-@pytest.fixture(scope="module", params=["vae", "shapes-sd", "shapes-sdxl", "shapes-flux2"])
-def run(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """Keep compiled programs in a folder: a run that goes on needs those of the run before."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    compilation_cache.reset_cache()
+    jax.config.update(names[0], str(tmp_path_factory.mktemp("programs")))
+    jax.config.update(names[1], 0.5)
+    yield
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+# The model of shapes-sd is trained as that of shapes-sdxl, which starts from it and is told more.
+@pytest.fixture(scope="module", params=["vae", "shapes-sdxl", "shapes-flux2"])
+def run(request, tmp_path_factory, compiled_once):
     seen = {}
     train_by_loop = loop.train
 
