@@ -20,6 +20,7 @@ from course.flux2.pipeline import (
     text_positions,
 )
 from course.flux2.sampler import euler, shift_by_size, times
+from course.flux2.sequence import split_tokens
 from course.flux2.transformer import velocity
 from course.flux2.vae import decode
 from course.model.parameters import DATA_PARALLEL
@@ -47,6 +48,7 @@ __all__ = [
     "read_config",
     "shardings",
     "shift_by_size",
+    "split_tokens",
     "text_positions",
     "times",
     "velocity",

@@ -1,5 +1,7 @@
 """From a prompt to an image, and from an image and a prompt to another image."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,6 +91,7 @@ def denoise(
     empty: jax.Array | None = None,
     reference: jax.Array | None = None,
     shift: float | None = None,
+    velocity: Callable = transformer.velocity,
 ) -> jax.Array:
     """Go from noise to the tokens of an image: the steps of ``generate``, without its encoders.
 
@@ -113,6 +116,9 @@ def denoise(
         If their number of tokens is a multiple, there are several for each image.
     shift : float, optional
         Of the sampler's times. If it is not given, the configuration decides.
+    velocity : callable, optional
+        The transformer, or a function that takes and gives the same, such as one whose tokens are
+        split over devices: ``flux2.split_tokens``.
 
     Returns
     -------
@@ -160,7 +166,7 @@ def denoise(
         if reference is not None:
             references = jnp.tile(reference, (len(x) // batch, 1, 1))  # twice with guidance
             image = jnp.concatenate([x, references.astype(x.dtype)], axis=1)
-        moved = transformer.velocity(
+        moved = velocity(
             params["transformer"],
             config.transformer,
             image,
@@ -171,7 +177,7 @@ def denoise(
         )
         return moved[:, :tokens]
 
-    def velocity(x: jax.Array, time: jax.Array) -> jax.Array:
+    def guided(x: jax.Array, time: jax.Array) -> jax.Array:
         if guidance is None:
             return run(x, prompt, time)
         both = jnp.concatenate([jnp.broadcast_to(empty, prompt.shape), prompt])
@@ -179,7 +185,7 @@ def denoise(
         return without + guidance * (with_prompt - without)
 
     with jax.named_scope("denoise"):
-        return sampler.euler(velocity, noise, sampler.times(steps, shift))
+        return sampler.euler(guided, noise, sampler.times(steps, shift))
 
 
 def generate(
@@ -195,11 +201,12 @@ def generate(
     empty: tuple[jax.Array, jax.Array] | None = None,
     images: jax.Array | None = None,
     shift: float | None = None,
+    velocity: Callable = transformer.velocity,
 ) -> jax.Array:
     """diffusers' ``Flux2KleinPipeline``: from prompts to images, or from images to edited ones.
 
-    For ``jax.jit``, ``config``, ``height``, ``width``, ``steps`` and ``shift`` are static:
-    ``flux2.STATIC`` has their names.
+    For ``jax.jit``, ``config``, ``height``, ``width``, ``steps``, ``shift`` and ``velocity`` are
+    static: ``flux2.STATIC`` has their names.
 
     Parameters
     ----------
@@ -220,7 +227,7 @@ def generate(
     images : jax.Array, optional
         Images to edit, of the same height and width, from 0 to 1: (1 or batch, height, width, 3).
         One is edited by every prompt; otherwise each prompt edits its own.
-    shift : float, optional
+    shift, velocity : optional
         As in ``denoise``.
 
     Returns
@@ -268,8 +275,9 @@ def generate(
         empty=encoded_empty,
         reference=reference,
         shift=shift,
+        velocity=velocity,
     )
     return vae.decode(params["vae"], config.vae, tokens, height, width)
 
 
-STATIC = ("config", "height", "width", "steps", "shift")
+STATIC = ("config", "height", "width", "steps", "shift", "velocity")

@@ -117,9 +117,32 @@ def velocity(
     jax.Array
         (batch, image tokens, in_channels), float32.
     """
+    rotation = rotary(np.concatenate([text_positions, image_positions]), config)
+    return predict(p, config, image, text, time, rotation)
+
+
+def predict(
+    p: dict,
+    config: TransformerConfig,
+    image: jax.Array,
+    text: jax.Array,
+    time: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    attend: Callable = plain,
+) -> jax.Array:
+    """Return what ``velocity`` does, from rotary positions that are computed already.
+
+    Parameters
+    ----------
+    p, config, image, text, time
+        As in ``velocity``.
+    rotation : tuple of jax.Array
+        As ``rotary`` gives it, of the text's tokens and then of the image's.
+    attend : callable
+        Attention: ``plain``, or a function that takes the same and gives the same.
+    """
     epsilon = config.eps
     texts = text.shape[1]
-    rotation = rotary(np.concatenate([text_positions, image_positions]), config)
 
     # What the time says to each block: by how much to shift, scale and gate all channels.
     with jax.named_scope("modulation"):
@@ -133,13 +156,15 @@ def velocity(
     with jax.named_scope("double_stream"):
 
         def double(p: dict, streams: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            return double_block(p, config, *streams, modulate_text, modulate_image, rotation)
+            return double_block(
+                p, config, *streams, modulate_text, modulate_image, rotation, attend
+            )
 
         text, image = scan_blocks(double, p, DOUBLE, (text, image))
     with jax.named_scope("single_stream"):
 
         def single(p: dict, x: jax.Array) -> jax.Array:
-            return single_block(p, config, x, modulate_both, rotation)
+            return single_block(p, config, x, modulate_both, rotation, attend)
 
         both = jnp.concatenate([text, image], axis=1)
         image = scan_blocks(single, p, SINGLE, both)[:, texts:]
@@ -169,6 +194,7 @@ def double_block(
     modulate_text: list[jax.Array],
     modulate_image: list[jax.Array],
     rotation: tuple[np.ndarray, np.ndarray],
+    attend: Callable = plain,
 ) -> tuple[jax.Array, jax.Array]:
     """Text and image, each with weights of its own, look at each other and at themselves."""
     epsilon = config.eps
@@ -192,7 +218,7 @@ def double_block(
     value = jnp.concatenate(
         [heads(p, "attn.add_v_proj", y, config), heads(p, "attn.to_v", z, config)], axis=1
     )
-    seen = attention(rotate(query, rotation), rotate(key, rotation), value)
+    seen = attention(rotate(query, rotation), rotate(key, rotation), value, attend)
     text += modulate_text[2] * linear(p, "attn.to_add_out", seen[:, :texts])
     image += modulate_image[2] * linear(p, "attn.to_out.0", seen[:, texts:])
     y = modulated(text, *modulate_text[3:5], epsilon)
@@ -208,6 +234,7 @@ def single_block(
     x: jax.Array,
     modulate: list[jax.Array],
     rotation: tuple[np.ndarray, np.ndarray],
+    attend: Callable = plain,
 ) -> jax.Array:
     """Text and image are one sequence; attention and feed-forward layer work side by side."""
     shift, scale, gate = modulate
@@ -218,7 +245,7 @@ def single_block(
     query = rms_norm(p, "attn.norm_q", split_heads(query, config), config.eps)
     key = rms_norm(p, "attn.norm_k", split_heads(key, config), config.eps)
     value = split_heads(value, config)
-    seen = attention(rotate(query, rotation), rotate(key, rotation), value)
+    seen = attention(rotate(query, rotation), rotate(key, rotation), value, attend)
     both = jnp.concatenate([seen, swiglu(mlp_gate, mlp_value)], axis=-1)
     return x + gate * linear(p, "attn.to_out", both)
 
@@ -264,12 +291,14 @@ def split_heads(x: jax.Array, config: TransformerConfig) -> jax.Array:
     return x.reshape(*x.shape[:2], config.num_attention_heads, config.attention_head_dim)
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, attend: Callable = plain
+) -> jax.Array:
     """Attention with scores in float32, whose heads are joined: (batch, tokens, width).
 
     All three are (batch, tokens, heads, channels).
     """
-    y = plain(query, key, value, score_dtype=jnp.float32)
+    y = attend(query, key, value, score_dtype=jnp.float32)
     return y.reshape(*y.shape[:2], -1)
 
 

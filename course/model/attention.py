@@ -54,6 +54,81 @@ def plain(
     return (weights @ value).swapaxes(1, 2)
 
 
+def ulysses(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis: str,
+    is_real: jax.Array | None = None,
+    score_dtype: Any = None,
+) -> jax.Array:
+    """Attention over tokens that are split over devices (Jacobs et al., 2023), by all-to-alls.
+
+    Each device has some tokens of all heads. It gives them away for all tokens of some heads, so
+    that attention is as on one device, and gets its tokens back. Only inside of ``jax.shard_map``.
+
+    Parameters
+    ----------
+    query, key, value : jax.Array
+        This device's tokens, as in ``plain``; its axis of heads is divided by the devices.
+    axis : str
+        The axis of the mesh over which tokens are split.
+    is_real : jax.Array, optional
+        Which of this device's tokens are no padding: bool, (tokens,).
+    score_dtype : dtype, optional
+        As in ``plain``.
+    """
+    query, key, value = (
+        jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+        for x in (query, key, value)
+    )
+    mask = None
+    if is_real is not None:
+        mask = jax.lax.all_gather(is_real, axis, tiled=True)[None, None, None]
+    y = plain(query, key, value, mask, score_dtype)
+    return jax.lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def ring(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis: str,
+    is_real: jax.Array | None = None,
+    score_dtype: Any = None,
+) -> jax.Array:
+    """Attention over tokens that are split over devices (Liu et al., 2023), by passing keys on.
+
+    Keys and values go round from device to device, and each device adds what its queries find. As
+    in the flash kernel, sums are scaled anew where a larger score turns up. Only inside of
+    ``jax.shard_map``; the arguments are those of ``ulysses``, with any number of heads.
+    """
+    devices = jax.lax.axis_size(axis)
+    onward = [(device, (device + 1) % devices) for device in range(devices)]
+    batch, queries, heads, size = query.shape
+    lowest = -1e30  # not -inf, of which differences are no numbers
+    largest = jnp.full((batch, heads, queries, 1), lowest)
+    total = jnp.zeros((batch, heads, queries, 1))
+    y = jnp.zeros((batch, heads, queries, size))
+    query = (query * size**-0.5).swapaxes(1, 2)
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    for turn in range(devices):
+        scores = jnp.matmul(query, key.swapaxes(2, 3), preferred_element_type=score_dtype)
+        scores = scores.astype(jnp.float32)
+        if is_real is not None:
+            scores = jnp.where(is_real, scores, lowest)
+        before, largest = largest, jnp.maximum(largest, scores.max(-1, keepdims=True))
+        weights, shrink = jnp.exp(scores - largest), jnp.exp(before - largest)
+        total = shrink * total + weights.sum(-1, keepdims=True)
+        found = jnp.matmul(weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
+        y = shrink * y + found
+        if turn < devices - 1:
+            key, value = jax.lax.ppermute((key, value), axis, onward)
+            if is_real is not None:
+                is_real = jax.lax.ppermute(is_real, axis, onward)
+    return (y / total).astype(value.dtype).swapaxes(1, 2)
+
+
 def dot_product(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """``jax.nn.dot_product_attention``, as XLA computes it; shapes as in ``plain``."""
     return jax.nn.dot_product_attention(query.astype(value.dtype), key.astype(value.dtype), value)

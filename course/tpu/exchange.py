@@ -1,0 +1,87 @@
+"""How long chips exchange data at least, by the bytes that a split has to move.
+
+The links of a chip lead to its neighbours. On these grids, two rows of two or four chips, all chips
+lie on one ring, and pieces can go round it both ways. So a collective that sends pieces round, such
+as an all-gather, has both links of each chip. An all-to-all has a piece for each pair of chips:
+what half of the chips have for the other half must pass the links between the two.
+"""
+
+from collections.abc import Iterable
+
+from course.tpu.chips import FLAT, ICI_LINK
+from course.tpu.records import Exchange
+
+# Bytes in a second that a link to a neighbour carries each way. Google documents twice as much for
+# a v6e chip as for a v5e: docs.cloud.google.com/tpu/docs/v6e.
+LINKS = {"v5e": ICI_LINK, "v6e": 2 * ICI_LINK}
+
+
+def received_share(kind: str, chips: int) -> float:
+    """Return how many bytes a chip receives for each byte that a collective gives it, on a ring.
+
+    The bytes of a collective are those of its result on one chip, as in `Collective.bytes`. Of an
+    all-gather's result a chip has one piece itself. A reduce-scatter gives one piece, for which
+    as many pieces as there are other chips went round. An all-reduce is both, one after the other
+    (Patarasuk and Yuan, 2009). Of an all-to-all's result a chip has one piece itself.
+
+    Parameters
+    ----------
+    kind : str
+        As XLA calls it, such as ``all-reduce``.
+    chips : int
+        How many chips take part.
+
+    Examples
+    --------
+    >>> received_share("all-gather", 8), received_share("all-reduce", 8)
+    (0.875, 1.75)
+    """
+    others = chips - 1
+    shares = {
+        "all-gather": others / chips,
+        "all-reduce": 2 * others / chips,
+        "all-to-all": others / chips,
+        "collective-permute": 1.0,
+        "reduce-scatter": float(others),
+    }
+    if kind not in shares:
+        raise ValueError(
+            f"No collective {kind!r} is known here: choose one of {', '.join(shares)}."
+        )
+    return shares[kind]
+
+
+def least_seconds(exchanges: Iterable[Exchange], chip: str, chips: int) -> float:
+    """Return the seconds that the links need at least for what one step exchanges.
+
+    Parameters
+    ----------
+    exchanges : Iterable[Exchange]
+        What all chips of the grid exchange, from `Split.exchanges`.
+    chip : str
+        ``v5e`` or ``v6e``.
+    chips : int
+        4 or 8, as `tpu_devices` places them.
+    """
+    seconds = 0.0
+    for exchange in exchanges:
+        by_ring = received_share(exchange.kind, chips) * exchange.bytes / (2 * LINKS[chip])
+        if exchange.kind == "all-to-all":
+            by_ring = max(by_ring, bisection_seconds(exchange.bytes, chip, chips))
+        seconds += by_ring
+    return seconds
+
+
+def bisection_seconds(size: int, chip: str, chips: int) -> float:
+    """Return the seconds in which an all-to-all passes the middle of the grid.
+
+    Each chip of one half has a piece for each chip of the other, and pieces pass both ways at once.
+
+    Parameters
+    ----------
+    size : int
+        Bytes of the result on a chip.
+    """
+    rows = min(FLAT[chips])  # as many links lead from one half to the other
+    crossing = chips / 2 * size / 2
+    return crossing / (rows * LINKS[chip])

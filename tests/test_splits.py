@@ -1,0 +1,141 @@
+"""Splits of one image over devices, and how long their exchange takes at least."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from course import flux2
+from course.tpu.exchange import bisection_seconds, least_seconds, received_share
+from course.tpu.records import Exchange
+from helpers import find_data
+
+CAPTIONS = ["a large red heart on a white background", "a small blue star on a yellow background"]
+SIZE = {"height": 64, "width": 64}
+
+
+@pytest.fixture(scope="module")
+def small():
+    params, config, tokenize = flux2.load(find_data("checkpoints") / "shapes-flux2", jnp.float32)
+    noise = flux2.random_tokens(jax.random.key(0), config, len(CAPTIONS), **SIZE)
+    return params, config, tokenize(CAPTIONS), noise, tokenize([""])
+
+
+def make_mesh(**axes):
+    devices = jax.devices()[: math.prod(axes.values())]
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices, axis_types=types)
+
+
+def draw(small, velocity=None):
+    params, config, prompts, noise, empty = small
+    options = {"steps": 4, "guidance": 3.0, "empty": empty, **SIZE}
+    if velocity is not None:
+        options["velocity"] = velocity
+    generate = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
+    return 255 * np.asarray(generate(params, config, *prompts, noise, **options))
+
+
+@pytest.fixture(scope="module")
+def on_one_device(small):
+    return draw(small)
+
+
+@pytest.mark.parametrize(
+    ("way", "shape", "images"),
+    [
+        ("ulysses", {"tokens": 3}, None),
+        ("ring", {"tokens": 8}, None),  # 20 tokens of text are filled up to 24
+        ("ulysses", {"halves": 2, "tokens": 2}, "halves"),  # the two halves of guidance
+    ],
+)
+def test_tokens_split_over_devices_draw_the_same(small, on_one_device, way, shape, images):
+    drawn = draw(small, flux2.split_tokens(make_mesh(**shape), way, images=images))
+    np.testing.assert_allclose(drawn, on_one_device, atol=0.1)
+
+
+def test_ulysses_needs_whole_heads(small):
+    mesh = make_mesh(tokens=4)
+    with pytest.raises(ValueError, match=r"6 heads cannot be divided by 4 devices.*'ring'"):
+        draw(small, flux2.split_tokens(mesh))
+    with pytest.raises(ValueError, match="no way 'star': choose one of ulysses, ring"):
+        flux2.split_tokens(mesh, "star")
+
+
+def pass_pieces(kind, chips):
+    """Pieces that each chip receives where ``kind`` is done by passing them round a ring.
+
+    Chips start with one value for each piece; in each round all of them hand one piece on.
+    """
+    received = 0
+    if kind in ("reduce-scatter", "all-reduce"):
+        sums = {(chip, piece): {chip} for chip in range(chips) for piece in range(chips)}
+        for turn in range(chips - 1):
+            sent = {
+                ((chip + 1) % chips, (chip - turn) % chips): sums[chip, (chip - turn) % chips]
+                for chip in range(chips)
+            }
+            for place, parts in sent.items():
+                sums[place] = sums[place] | parts
+            received += 1
+        assert all(len(sums[chip, (chip + 1) % chips]) == chips for chip in range(chips))
+    if kind in ("all-gather", "all-reduce"):
+        held = {chip: {(chip + 1) % chips} for chip in range(chips)}
+        for turn in range(chips - 1):
+            for chip, piece in [(c, (c + 1 - turn) % chips) for c in range(chips)]:
+                held[(chip + 1) % chips].add(piece)
+            received += 1
+        assert all(len(pieces) == chips for pieces in held.values())
+    return received
+
+
+@pytest.mark.parametrize("chips", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
+def test_the_share_received_is_that_of_a_ring(kind, chips):
+    pieces_of_result = 1 if kind == "reduce-scatter" else chips
+    expected = pass_pieces(kind, chips) / pieces_of_result
+    assert received_share(kind, chips) == expected
+
+
+def test_an_all_to_all_passes_the_middle_of_the_grid():
+    # In two rows of four, 4 chips have half of a result for the other 4, over 2 links.
+    size = 354_000_000
+    assert bisection_seconds(size, "v6e", 8) == pytest.approx(4 * size / 2 / (2 * 100e9))
+    exchange = Exchange("all-to-all", is_async=False, number=1, runs=1, bytes=size)
+    assert least_seconds([exchange], "v6e", 8) == pytest.approx(3.54e-3)
+    # On four chips a ring needs as long: half of 2 results over 2 links, 3/4 of one over 2.
+    assert least_seconds([exchange], "v6e", 4) == pytest.approx(size / 2 / 100e9)
+
+
+def test_an_unknown_collective_is_named():
+    with pytest.raises(ValueError, match="No collective 'broadcast'"):
+        received_share("broadcast", 8)
+
+
+def test_ulysses_and_ring_exchange_what_arithmetic_says(small):
+    """The compiled program has the closed forms' bytes, where blocks in a loop count once."""
+    from course.tpu.hlo import find_collectives
+
+    params, config, _, noise, _ = small
+    mesh = make_mesh(tokens=2)
+    tokens, width, loops = 16 + 20, config.transformer.width, 2
+    text = jnp.zeros((2, 20, config.transformer.joint_attention_dim))
+    for way, arrays, kind in (("ulysses", 4, "all-to-all"), ("ring", 2, "collective-permute")):
+        step = functools.partial(
+            flux2.split_tokens(mesh, way),
+            config=config.transformer,
+            image_positions=flux2.positions(4, 4),
+            text_positions=flux2.text_positions(20),
+        )
+        compiled = jax.jit(lambda p, x, t, step=step: step(p, image=x, text=text, time=t)).lower(
+            params["transformer"], noise, jnp.ones(2)
+        )
+        found = [each for each in find_collectives(compiled.compile()) if each.kind == kind]
+        moved = sum(each.runs * each.bytes for each in found)
+        # Two images in float32: half of the tokens of queries, keys, values and result, or of keys
+        # and values, in a block of each kind.
+        assert moved == pytest.approx(arrays * 2 * 4 * tokens / 2 * width * loops, rel=0.01)
