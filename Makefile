@@ -42,12 +42,12 @@ CHECK_PYTHON := $(PYTHON) -c 'import sys; \
 	@echo "Installed."
 
 # Two chapters at a time on a CPU, and one on an accelerator; WORKERS=1 says it.
-COUNT_WORKERS := $(BIN)/python -c "from tools.chapters import count_workers; print(count_workers())"
+COUNT_WORKERS := $(BIN)/python -c "from lab.site.chapters import count_workers; print(count_workers())"
 run: .venv/installed  ## execute the chapters, and show their pictures on a page (CHAPTERS=notebooks/04_*.ipynb for some)
 	@mkdir -p $(EXECUTED) && cp $(CHOSEN) $(EXECUTED)
 	@status=0; \
 	$(NBMAKE) --numprocesses=$(or $(WORKERS),$$($(COUNT_WORKERS))) $(addprefix $(EXECUTED)/,$(notdir $(wildcard $(CHOSEN)))) || status=$$?; \
-	$(BIN)/python -m tools.chapters; \
+	$(BIN)/python -m lab.site.chapters; \
 	exit $$status
 
 lint: .venv/installed  ## check the style of code and notebooks, what is imported, and the Chinese edition
@@ -56,7 +56,7 @@ lint: .venv/installed  ## check the style of code and notebooks, what is importe
 	@$(BIN)/deptry .
 	@$(BIN)/deptry helpers course notebooks --ignore DEP002 \
 	--optional-dependencies-dev-groups lab,docs,test,dev
-	@$(BIN)/python -m tools.translations --check
+	@$(BIN)/python -m lab.site.translations --check
 
 test: lint  ## lint, execute the chapters (without a network, where the system allows it), and run the tests
 	@rm -rf $(EXECUTED) && mkdir -p $(EXECUTED) && cp notebooks/[0-9]*.ipynb $(EXECUTED)
@@ -69,19 +69,19 @@ test-site: .venv/installed  ## build the site, and look at it and at JupyterLab 
 	@$(BIN)/python -m pytest --site
 
 test-runtimes: .venv/installed  ## execute chapters on other Pythons and packages, on Colab's for example (RUNTIME=colab)
-	@$(BIN)/python -m tools.runtimes $(RUNTIME)
+	@$(BIN)/python -m lab.site.runtimes $(RUNTIME)
 
 lab: .venv/installed  ## open the chapters in JupyterLab
 	@$(BIN)/jupyter lab notebooks
 
 docs: .venv/installed  ## build the site from executed chapters, into build/site/html
-	@$(BIN)/python -m tools.build_site
+	@$(BIN)/python -m lab.site.build_site
 
 workshop: .venv/installed  ## write the student set and the instructor set, into build/workshop (ARGS='--language zh-CN')
-	@$(BIN)/python -m tools.workshop $(ARGS)
+	@$(BIN)/python -m lab.site.workshop $(ARGS)
 
 translations: .venv/installed  ## renew the Chinese edition, and list what to translate (ARGS='--start notebooks/08_*.ipynb')
-	@$(BIN)/python -m tools.translations $(ARGS)
+	@$(BIN)/python -m lab.site.translations $(ARGS)
 
 checkpoints: .venv/installed  ## train the bundled checkpoints anew, into build/training (about a day on 2 cores; resumable)
 	@$(BIN)/python -m lab.train $(ARGS)
@@ -96,7 +96,7 @@ lock: .venv/installed  ## write the locks and environment.yml anew from pyprojec
 	@$(LOCK) pyproject.toml locks/between.in --python-version 3.12 --output-file locks/between.lock
 	@$(LOCK) locks/newest.in --python-version 3.13 --output-file locks/newest.lock
 	@$(LOCK) locks/draw.in --universal --python-version 3.11 --output-file locks/draw.lock
-	@$(BIN)/python -m tools.lock
+	@$(BIN)/python -m lab.site.lock
 
 # Known vulnerabilities that do not reach the course. All are in transformers 4.57.6, the last with Flax models; only
 # versions from 5 on mend them. tests/test_supply_chain.py checks what these reasons say.
@@ -118,7 +118,7 @@ audit: .venv/installed  ## look the locked packages up in the lists of known vul
 	--vulnerability-service osv --progress-spinner off $(addprefix --ignore-vuln=,$(EXPLAINED)) $(ARGS)
 
 set-repo: .venv/installed  ## write where the course lives wherever it is named (REPO=owner/name)
-	@$(BIN)/python -m tools.set_repo $(REPO)
+	@$(BIN)/python -m lab.site.set_repo $(REPO)
 
 tpu-report: .venv/installed  ## ask the TPU compiler about the real models (many hours; resumable; ARGS='--minutes 60')
 	@$(BIN)/python -m benchmarks.record_tpu $(ARGS)

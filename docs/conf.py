@@ -1,4 +1,4 @@
-"""How Sphinx builds the site from the pages that ``python -m tools.build_site`` lays out."""
+"""How Sphinx builds the site from the pages that ``python -m lab.site.build_site`` lays out."""
 
 import itertools
 import os
@@ -13,9 +13,9 @@ from sphinx import addnodes
 from sphinx.locale import _ as translate
 from sphinx.search.en import SearchEnglish
 
-from tools import set_repo
-from tools.translations import LANGUAGE as TRANSLATION
-from tools.translations import chinese_of, place_of
+from lab.site import set_repo
+from lab.site.translations import LANGUAGE as TRANSLATION
+from lab.site.translations import chinese_of, place_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGE = os.environ["COURSE_LANGUAGE"]
@@ -116,7 +116,7 @@ nitpick_ignore_regex += [
     ("py:class", "iterable|pipeline"),
 ]
 
-# Written by ``python -m tools.inventories``, and kept, so that the build asks no network.
+# Written by ``python -m lab.site.inventories``, and kept, so that the build asks no network.
 intersphinx_mapping = {
     "python": ("https://docs.python.org/3/", str(ROOT / "docs/inventories/python.inv")),
     "jax": ("https://docs.jax.dev/en/latest/", str(ROOT / "docs/inventories/jax.inv")),

@@ -25,7 +25,7 @@ import helpers
 from course import sd
 from course.sd.samplers import SAMPLERS, Sampler
 from helpers import packages
-from tools import workshop
+from lab.site import workshop
 
 ROOT = Path(__file__).resolve().parents[1]
 collect_ignore = ["makers"]  # they need PyTorch
@@ -169,7 +169,7 @@ def serve():
 def site(readers_environment):
     """The site's pages, built from the chapters as an earlier test or `make run` executed them."""
     subprocess.run(
-        [sys.executable, "-m", "tools.build_site"],
+        [sys.executable, "-m", "lab.site.build_site"],
         cwd=ROOT,
         check=True,
         env=readers_environment,
@@ -250,7 +250,7 @@ def without_network(readers_environment):
 def sets():
     """The folders of both sets for a workshop, unpacked."""
     subprocess.run(
-        [sys.executable, "-m", "tools.workshop"], cwd=ROOT, check=True, capture_output=True
+        [sys.executable, "-m", "lab.site.workshop"], cwd=ROOT, check=True, capture_output=True
     )
     for name in ("student", "instructor"):
         zipfile.ZipFile(workshop.BUILD / f"{name}.zip").extractall(workshop.BUILD)

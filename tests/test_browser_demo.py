@@ -10,7 +10,7 @@ from playwright.sync_api import expect
 
 from course import sd
 from course.shapes import judge, scenes
-from tools import browser_demo
+from lab.site import browser_demo
 
 # Caption, seed, steps, guidance scale. The checkpoint does not know the last caption's words.
 REQUESTS = [

@@ -3,8 +3,8 @@
 import nbformat
 import pytest
 
-from tools.chapters import CHAPTERS
-from tools.workshop import tags
+from lab.site.chapters import CHAPTERS
+from lab.site.workshop import tags
 
 TAGS = {"setup", "exercise", "solution", "predict", "timing", "hide-cell", "hide-input"}
 

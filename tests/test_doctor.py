@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from course import doctor
 from helpers import packages
-from tools import lock
+from lab.site import lock
 
 
 def run_doctor(**environment: str) -> subprocess.CompletedProcess:

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from course import draw
-from tools import lock
+from lab.site import lock
 
 LINES = [
     "a large red heart on a white background",

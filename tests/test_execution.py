@@ -9,7 +9,7 @@ import sys
 import nbformat
 import pytest
 
-from tools.chapters import CHAPTERS, EXECUTED, find_problem
+from lab.site.chapters import CHAPTERS, EXECUTED, find_problem
 
 # What mybinder.org gives a session, less what JupyterLab takes, in bytes.
 BINDER = 2 * 2**30 - 256 * 2**20

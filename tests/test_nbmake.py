@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import chapters
+from lab.site import chapters
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = "from PIL import Image\nImage.new('RGB', (8, 8))"

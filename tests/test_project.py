@@ -15,7 +15,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tools import lock
+from lab.site import lock
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -138,7 +138,7 @@ def test_without_the_clone_all_is_found_and_the_judge_needs_no_pytorch(wheel):
 
 
 # Who may import whom.
-ROOMS = ("helpers", "course", "lab", "benchmarks", "tools", "tests")
+ROOMS = ("helpers", "course", "lab", "benchmarks", "tests")
 MAY_IMPORT = {
     "helpers": ("helpers",),
     "course": ("course", "helpers"),

@@ -13,7 +13,7 @@ import pytest
 
 import helpers
 from helpers import startup
-from tools import set_repo
+from lab.site import set_repo
 
 CHAPTERS = sorted((set_repo.ROOT / "notebooks").glob("[0-9]*.ipynb"))
 (CELL,) = (
@@ -150,7 +150,7 @@ def clone(tmp_path):
     return tmp_path
 
 
-OWN = os.environ | {"PYTHONPATH": ""}  # with which a copy runs its own tools
+OWN = os.environ | {"PYTHONPATH": ""}  # with which a copy runs its own modules
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -159,7 +159,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 
 def run_set_repo(folder: Path, name: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tools.set_repo", name]
+    command = [sys.executable, "-m", "lab.site.set_repo", name]
     return subprocess.run(command, cwd=folder, env=OWN, capture_output=True, text=True)
 
 
@@ -177,7 +177,7 @@ def test_a_name_is_written_everywhere_and_can_be_taken_out(clone):
     assert contents(clone) == {
         path: text.replace(one.encode(), other.encode()) for path, text in first.items()
     }
-    for command in (["ruff", "check", "--no-cache", "."], ["tools.translations", "--check"]):
+    for command in (["ruff", "check", "--no-cache", "."], ["lab.site.translations", "--check"]):
         ran = subprocess.run(
             [sys.executable, "-m", *command], cwd=clone, env=OWN, capture_output=True, text=True
         )

@@ -16,8 +16,8 @@ from bs4 import BeautifulSoup
 
 import helpers
 from course.tpu import records
-from tools import build_site, inventories, set_repo, translations
-from tools.translations import LANGUAGE
+from lab.site import build_site, inventories, set_repo, translations
+from lab.site.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAPTERS = build_site.CHAPTERS
@@ -211,7 +211,7 @@ def test_two_builds_give_the_same(site, executed_again, without_network, tmp_pat
         if first.cell_type == "code":
             first.outputs = second.outputs
     nbformat.write(chapter, executed / "03_replicate_shard.ipynb")
-    code = "import sys; from pathlib import Path; from tools.build_site import build; "
+    code = "import sys; from pathlib import Path; from lab.site.build_site import build; "
     code += "build(*map(Path, sys.argv[1:]))"
     without_network([sys.executable, "-c", code, str(tmp_path / "site"), str(executed)])
     again = tmp_path / "site" / "html"
@@ -345,4 +345,4 @@ def test_inventories_are_what_the_tool_writes(project):
     *kept_head, kept_lines = kept.split(b"\n", head)
     *made_head, made_lines = made.split(b"\n", head)
     assert kept_head == made_head
-    assert zlib.decompress(kept_lines) == zlib.decompress(made_lines), "run tools/inventories.py"
+    assert zlib.decompress(kept_lines) == zlib.decompress(made_lines), "run lab/site/inventories.py"

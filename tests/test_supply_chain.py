@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import lock
+from lab.site import lock
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = [lock.LOCK, *sorted((ROOT / "locks").glob("*.lock"))]

@@ -5,8 +5,8 @@ import shutil
 import nbformat
 import pytest
 
-from tools import translations
-from tools.translations import LANGUAGE, chinese_of, main
+from lab.site import translations
+from lab.site.translations import LANGUAGE, chinese_of, main
 
 ROOT = translations.ROOT
 CHINESE = translations.translated_files()

@@ -9,9 +9,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from tools import workshop
-from tools.chapters import CHAPTERS
-from tools.translations import LANGUAGE
+from lab.site import workshop
+from lab.site.chapters import CHAPTERS
+from lab.site.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -25,12 +25,12 @@ import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from course.tpu import records
-from tools import browser_demo
-from tools.chapters import CHAPTERS, EXECUTED, find_problem
-from tools.lock import PYTHONS, locked_versions, named_packages
-from tools.translations import LANGUAGE, place_of
+from lab.site import browser_demo
+from lab.site.chapters import CHAPTERS, EXECUTED, find_problem
+from lab.site.lock import PYTHONS, locked_versions, named_packages
+from lab.site.translations import LANGUAGE, place_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "site"
 NOTEBOOKS = {"en": ROOT / "notebooks", LANGUAGE: ROOT / "notebooks" / LANGUAGE}
 KINDS_OF_FILES = ROOT / "docs" / "which-files.toml"

@@ -18,9 +18,9 @@ from pathlib import Path
 import nbformat
 from nbconvert.preprocessors import TagRemovePreprocessor
 
-from tools.translations import LANGUAGE
+from lab.site.translations import LANGUAGE
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 WORKSHOP = ROOT / "docs" / "workshop"
 BUILD = ROOT / "build" / "workshop"
 

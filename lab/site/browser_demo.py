@@ -1,7 +1,8 @@
 """Make what the landing page draws with, and recorded images for browsers that cannot draw.
 
 That is the bundled checkpoint as ONNX files, the runtime for them, and sheets of images.
-``python -m tools.build_site`` calls `make`. Nothing is made again that is newer than its sources.
+``python -m lab.site.build_site`` calls `make`. Nothing is made again that is newer than its
+sources.
 """
 
 import json
@@ -19,7 +20,7 @@ from PIL import Image
 from course import sd
 from course.sd.samplers import alphas
 from course.shapes import scenes
-from tools.lock import DRAW_LOCK, ROOT, make_environment
+from lab.site.lock import DRAW_LOCK, ROOT, make_environment
 
 CHECKPOINT = ROOT / "checkpoints" / "shapes-sd"
 PAGE = ROOT / "docs" / "draw"
@@ -52,7 +53,7 @@ def export_models() -> None:
     RuntimeError
         If the packages cannot be installed, or the export fails; the message says why.
     """
-    exporter = ROOT / "tools" / "export_model.py"
+    exporter = ROOT / "lab" / "site" / "export_model.py"
     if is_newer([MADE / name for name in MODELS], [*SOURCES, DRAW_LOCK, exporter]):
         return
     environment = MADE / "venv"
@@ -65,7 +66,7 @@ def export_models() -> None:
                 f"The packages that export the model cannot be installed: {error}"
             ) from None
         installed.touch()
-    run(environment / "bin" / "python", "-m", "tools.export_model", CHECKPOINT, MADE)
+    run(environment / "bin" / "python", "-m", "lab.site.export_model", CHECKPOINT, MADE)
 
 
 def fetch_runtime() -> None:

@@ -12,7 +12,7 @@ import inspect
 import zlib
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "inventories"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "inventories"
 # For each project: patterns of its pages' addresses, and the objects whose pages follow each.
 PROJECTS = {
     "jax": {

@@ -11,7 +11,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GITHUB = "https://github.com/"
 PLACEHOLDER = "/".join(("OWNER", "COURSE"))  # in two parts, so that this line is never replaced
 # What a repository's name stands behind in an address; elsewhere it is a word by itself.

@@ -28,9 +28,9 @@ from pathlib import Path
 
 import nbformat
 
-from tools.set_repo import PLACEHOLDER, replace_name, stamped_repository
+from lab.site.set_repo import PLACEHOLDER, replace_name, stamped_repository
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LANGUAGE = "zh-CN"
 BANNER = "> **本页依据较早的英文版翻译，英文版此后已有改动。最新内容请看[英文版]({link})。**\n\n"
 OLD_BANNER = re.compile(r"^> \*\*本页依据较早的英文版翻译.*\n\n?", flags=re.MULTILINE)

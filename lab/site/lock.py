@@ -14,9 +14,9 @@ from pathlib import Path
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
-from tools.set_repo import GITHUB, stamped_repository
+from lab.site.set_repo import GITHUB, stamped_repository
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements.lock"
 DRAW_LOCK = ROOT / "locks" / "draw.lock"
 ENVIRONMENT = ROOT / "environment.yml"

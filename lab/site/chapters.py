@@ -11,7 +11,7 @@ from pathlib import Path
 import nbformat
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 EXECUTED = ROOT / "build" / "notebooks"
 HEAD = """<!doctype html>

@@ -1,6 +1,6 @@
 """Write a checkpoint as ONNX files, for the page that draws.
 
-It runs as ``python -m tools.export_model CHECKPOINT FOLDER`` in an environment of its own, from
+It runs as ``python -m lab.site.export_model CHECKPOINT FOLDER`` in an environment of its own, from
 locks/draw.lock, because jax2onnx brings many packages that nothing else here needs.
 """
 

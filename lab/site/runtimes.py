@@ -14,9 +14,9 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.chapters import CHAPTERS
-from tools.lock import LOCK, ROOT, locked_versions, make_environment
-from tools.set_repo import GITHUB, stamped_repository
+from lab.site.chapters import CHAPTERS
+from lab.site.lock import LOCK, ROOT, locked_versions, make_environment
+from lab.site.set_repo import GITHUB, stamped_repository
 
 BUILD = ROOT / "build" / "runtimes"
 SHOWN = ("jax", "flax", "diffusers", "transformers", "numpy")

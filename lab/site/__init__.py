@@ -1,0 +1,1 @@
+"""Build the site and what belongs to it: what the Makefile calls."""
