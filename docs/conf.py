@@ -60,7 +60,6 @@ language = LANGUAGE.replace("-", "_")
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
-    "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
@@ -69,11 +68,11 @@ templates_path = ["_templates"]
 exclude_patterns = ["docs/workshop", "CHANGELOG.md", "CONTRIBUTING.md"]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning stops the build
 nitpick_ignore_regex = [
-    # What docstrings say in words about types, and packages that have no inventory here.
+    # What docstrings say in words about types, and what other packages describe.
     (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|tree|sequence.*|str or None"),
     (r"py:(class|obj)", r"FlaxStableDiffusion.*|(pathlib\.)?Path"),
-    (r"py:(class|obj)", r"(collections\.abc|contextlib|diffusers|PIL|numpy\.typing|ray)\..*"),
-    (r"py:(class|obj)", r"(jax\.stages|jax\._src\.stages|jax\._src\.mesh)\..*"),
+    (r"py:(class|obj)", r"(collections\.abc|contextlib|diffusers|jax|jaxlib|numpy|PIL)\..*"),
+    (r"py:(class|obj)", r"(ray|tokenizers)\..*|iterable|pipeline"),
 ]
 
 # The chapters come executed; nothing is executed here.
@@ -88,8 +87,7 @@ suppress_warnings = ["myst.strikethrough"]
 if LANGUAGE == "en":  # in which the reference is
     import jax
 
-    # Its page is under the public name, and Sphinx would look for it under the private one.
-    jax.Array.__module__, jax.Array.__qualname__ = "jax", "Array"
+    jax.Array.__module__, jax.Array.__qualname__ = "jax", "Array"  # as signatures shall show it
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 napoleon_google_docstring = False
@@ -109,21 +107,6 @@ FLUX2_ALIASES = {
     "TextConfig": "~course.flux2.configs.TextConfig",
     "Tokenizer": "~course.flux2.tokenizer.Tokenizer",
 }
-# What the inventories here do not have.
-nitpick_ignore_regex += [
-    ("py:class", r"jax\.ShapeDtypeStruct|(jax\.sharding|jaxlib\._jax)\..*"),
-    ("py:class", r"(numpy\.random\._generator|tokenizers)\..*"),
-    ("py:class", "iterable|pipeline"),
-]
-
-# Written by ``python -m lab.site.inventories``, and kept, so that the build asks no network.
-intersphinx_mapping = {
-    "python": ("https://docs.python.org/3/", str(ROOT / "docs/inventories/python.inv")),
-    "jax": ("https://docs.jax.dev/en/latest/", str(ROOT / "docs/inventories/jax.inv")),
-    "flax": ("https://flax.readthedocs.io/en/latest/", str(ROOT / "docs/inventories/flax.inv")),
-    "numpy": ("https://numpy.org/doc/stable/", str(ROOT / "docs/inventories/numpy.inv")),
-}
-
 html_theme = "pydata_sphinx_theme"
 html_title = WORDS[LANGUAGE]["title"]
 html_favicon = "_static/favicon.svg"

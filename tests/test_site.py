@@ -5,7 +5,6 @@ import re
 import shutil
 import sys
 import time
-import zlib
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -16,7 +15,7 @@ from bs4 import BeautifulSoup
 
 import helpers
 from course.tpu import records
-from lab.site import build_site, inventories, set_repo, translations
+from lab.site import build_site, set_repo, translations
 from lab.site.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -335,14 +334,3 @@ def test_the_table_of_chapters_is_the_readmes_without_badges(monkeypatch, tmp_pa
         "| --- | --- |",
         "| [1. One](../notebooks/01.ipynb) | 5 s |",
     ]
-
-
-@pytest.mark.parametrize("project", ["flax", "jax", "numpy", "python"])
-def test_inventories_are_what_the_tool_writes(project):
-    kept = (inventories.FOLDER / f"{project}.inv").read_bytes()
-    made = inventories.inventory(project)
-    head = 4  # lines of text, then compressed ones
-    *kept_head, kept_lines = kept.split(b"\n", head)
-    *made_head, made_lines = made.split(b"\n", head)
-    assert kept_head == made_head
-    assert zlib.decompress(kept_lines) == zlib.decompress(made_lines), "run lab/site/inventories.py"
