@@ -1,4 +1,4 @@
-# The commands that a person types; `make help` lists them. They need Python 3.11 to 3.13, and to install, a network.
+# The commands that a person types; `make help` lists them. They need Python 3.11 to 3.14, and to install, a network.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -23,8 +23,8 @@ help:  ## list these commands
 
 # One sentence for a Python that is too old or too new.
 CHECK_PYTHON := $(PYTHON) -c 'import sys; \
-	fits = (3, 11) <= sys.version_info[:2] <= (3, 13); \
-	sentence = "Python 3.11, 3.12 or 3.13 is needed, and {} is {}.{}: choose one with PYTHON=python3.12, say."; \
+	fits = (3, 11) <= sys.version_info[:2] <= (3, 14); \
+	sentence = "Python 3.11 to 3.14 is needed, and {} is {}.{}: choose one with PYTHON=python3.12, say."; \
 	sys.exit(None if fits else sentence.format(sys.executable, *sys.version_info[:2]))'
 
 # Installs again whenever the lock or the project's own metadata changes, and never otherwise. uv takes a tenth of pip's
@@ -69,7 +69,7 @@ test-site: .venv/installed  ## build the site, and look at it and at JupyterLab 
 	@$(BIN)/python -m pytest --site
 
 test-runtimes: .venv/installed  ## execute chapters on other Pythons and packages, on Colab's for example (RUNTIME=colab)
-	@$(BIN)/python -m lab.site.runtimes $(RUNTIME)
+	@$(BIN)/python -m nox $(addprefix --session=,$(RUNTIME))
 
 lab: .venv/installed  ## open the chapters in JupyterLab
 	@$(BIN)/jupyter lab notebooks

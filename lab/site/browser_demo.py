@@ -20,8 +20,9 @@ from PIL import Image
 from course import sd
 from course.sd.samplers import alphas
 from course.shapes import scenes
-from lab.site.lock import DRAW_LOCK, ROOT, make_environment
+from lab.site.lock import ROOT
 
+DRAW_LOCK = ROOT / "locks" / "draw.lock"
 CHECKPOINT = ROOT / "checkpoints" / "shapes-sd"
 PAGE = ROOT / "docs" / "draw"
 MADE = ROOT / "build" / "draw"
@@ -57,16 +58,14 @@ def export_models() -> None:
     if is_newer([MADE / name for name in MODELS], [*SOURCES, DRAW_LOCK, exporter]):
         return
     environment = MADE / "venv"
+    python = environment / "bin" / "python"
     installed = environment / "installed"
     if not is_newer([installed], [DRAW_LOCK]):
-        try:
-            make_environment(environment, sys.executable, DRAW_LOCK)
-        except subprocess.CalledProcessError as error:
-            raise RuntimeError(
-                f"The packages that export the model cannot be installed: {error}"
-            ) from None
+        uv = (sys.executable, "-m", "uv", "--quiet")
+        run(*uv, "venv", "--clear", "--python", sys.executable, environment)
+        run(*uv, "pip", "install", "--python", python, "--require-hashes", "-r", DRAW_LOCK)
         installed.touch()
-    run(environment / "bin" / "python", "-m", "lab.site.export_model", CHECKPOINT, MADE)
+    run(python, "-m", "lab.site.export_model", CHECKPOINT, MADE)
 
 
 def fetch_runtime() -> None:

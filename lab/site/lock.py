@@ -1,13 +1,10 @@
-"""Write environment.yml, as a part of ``make lock``; and read locks, and install them.
+"""Write environment.yml, as a part of ``make lock``; and read locks.
 
 The environment is for conda and Binder: Python 3.12, and the lock's versions of the packages that
 pyproject.toml names to run the chapters and to read them in JupyterLab.
 """
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from lab.site.set_repo import GITHUB, stamped_repository
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements.lock"
-DRAW_LOCK = ROOT / "locks" / "draw.lock"
 ENVIRONMENT = ROOT / "environment.yml"
 PYTHON = "3.12"
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -43,39 +39,6 @@ def locked_versions(
         for requirement in requirements
         if requirement.marker is None or requirement.marker.evaluate(environment)
     }
-
-
-def make_environment(folder: Path, python: str, lock: Path) -> Path:
-    """Make an environment anew with a lock's packages, whose hashes are checked.
-
-    Parameters
-    ----------
-    folder
-        Where it will be. What is there is deleted.
-    python
-        A version, which uv finds on this machine or downloads, or an interpreter's path.
-    lock
-        What to install.
-
-    Returns
-    -------
-    Path
-        The environment's own Python.
-
-    Raises
-    ------
-    subprocess.CalledProcessError
-        If there is no such Python, or a package cannot be installed. uv has said why.
-    """
-    uv = [sys.executable, "-m", "uv", "--quiet"]
-    # pyenv puts the commands of all its versions on the path, and runs only those of this one.
-    selected = os.environ | {"PYENV_VERSION": python}
-    venv = [*uv, "venv", "--clear", "--seed", "--python", python, str(folder)]
-    subprocess.run(venv, env=selected, check=True)
-    own_python = folder / "bin" / "python"
-    install = [*uv, "pip", "install", "--python", str(own_python)]
-    subprocess.run([*install, "--require-hashes", "-r", str(lock)], check=True)
-    return own_python
 
 
 def named_packages() -> list[str]:

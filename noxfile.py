@@ -1,0 +1,79 @@
+"""Execute chapters on other Pythons, packages and numbers of devices: ``make test-runtimes``.
+
+Each session makes an environment anew from a lock with hashes, in ``build/runtimes``, and there
+executes copies of chapters by the same command as everywhere, ``pytest --nbmake``.
+``make test-runtimes RUNTIME=colab`` chooses one; ``.venv/bin/nox --list`` names them.
+CONTRIBUTING.md says why each has the chapters and devices that it has.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+from lab.site.chapters import CHAPTERS
+from lab.site.set_repo import GITHUB, stamped_repository
+
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"  # what `make test` runs on
+# The course and the TPU compiler are those that the environment has.
+NONE_OF_OURS = {"PYTHONPATH": None, "TPU_LIBRARY_PATH": None}
+
+# pyenv puts the commands of all its versions on the path, and runs only those of these.
+os.environ["PYENV_VERSION"] = "3.11:3.12:3.13"
+nox.options.default_venv_backend = "uv"
+nox.options.envdir = "build/runtimes"
+nox.options.error_on_missing_interpreters = True
+
+
+def execute(session, lock: str, devices: int, numbers, has_course: bool = True, **variables: str):
+    """Execute the chapters of these numbers; without the course, the setup cell installs it."""
+    session.install("--require-hashes", "-r", lock)
+    folder = Path("build", "chapters-of-runtimes", session.name).resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    build = ("-m", "hatchling", "build", "-t", "wheel", "-d", str(folder))
+    session.run(sys.executable, *build, external=True, silent=True)
+    (wheel,) = folder.glob("*.whl")
+    if has_course:
+        session.install("--no-deps", str(wheel))
+    for chapter in CHAPTERS:
+        if int(chapter.name[:2]) in numbers:
+            text = chapter.read_text()
+            text = text.replace(f"git+{GITHUB}{stamped_repository()}", wheel.as_uri())
+            (folder / chapter.name).write_text(text)
+    pytest = ("python", "-m", "pytest", "--nbmake", "--overwrite", "--verbose", str(folder))
+    session.run(*pytest, env={**NONE_OF_OURS, "TUTORIAL_DEVICES": str(devices), **variables})
+
+
+# The setup cell needs pip.
+@nox.session(python="3.13", venv_params=["--seed"])
+def colab(session):
+    """Every chapter on Colab's packages, with the oldest JAX, on one device."""
+    like_colab = {"COLAB_RELEASE_TAG": "simulated"}
+    execute(session, "locks/colab.lock", 1, range(17), has_course=False, **like_colab)
+
+
+@nox.session(python="3.12")
+def between(session):
+    """The chapters on pmap, on packages between the oldest and the newest, on four devices."""
+    execute(session, "locks/between.lock", 4, (3, 4, 5))
+
+
+# The lock has the same packages for Python 3.12 and newer, among them the newest JAX.
+@nox.session(python="3.12", default=HERE == "3.11")
+def newest(session):
+    """The chapters that need Flax's pipelines, on the newest JAX, on three devices."""
+    execute(session, "requirements.lock", 3, range(9))
+
+
+@nox.session(python="3.11", name="oldest-python", default=HERE != "3.11")
+def oldest_python(session):
+    """The chapters that need Flax's pipelines, on the oldest Python, on three devices."""
+    execute(session, "requirements.lock", 3, range(9))
+
+
+@nox.session(python="3.13", name="without-diffusers")
+def without_diffusers(session):
+    """The chapters past the pipelines, on the newest of all packages, on three devices."""
+    execute(session, "locks/newest.lock", 3, range(9, 17))
