@@ -21,13 +21,15 @@ CHAPTERS = sorted((set_repo.ROOT / "notebooks").glob("[0-9]*.ipynb"))
     for cell in nbformat.read(CHAPTERS[0], as_version=4).cells
     if "setup" in cell.metadata.get("tags", [])
 )
+# As make set-repo writes it.
+STAMPED = set_repo.replace_name(CELL, set_repo.stamped_repository(), "me/course")[0]
 # Starts an IPython shell, as a kernel has one.
 SHELL = """
 import sys
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 """
-RUN_CELL = f"shell.run_cell({CELL!r}).raise_error()\n"
+RUN_CELL = f"shell.run_cell({STAMPED!r}).raise_error()\n"
 # As if the course were not installed until pip has run, which only says what it is asked for.
 NOT_INSTALLED = """
 sys.modules["helpers"] = None
@@ -59,10 +61,20 @@ def test_a_missing_course_is_installed_beside_the_jax_that_is_there():
     after = "import jax; print(jax.device_count(), 'devices')"
     result = run_python(SHELL + NOT_INSTALLED + RUN_CELL + after)
     command, _, devices = result.stdout.splitlines()
-    repository = set_repo.stamped_repository()
-    asked = f'-m pip install --quiet jax=={jax.__version__} "git+https://github.com/{repository}"'
+    asked = f'-m pip install --quiet jax=={jax.__version__} "git+https://github.com/me/course"'
     assert command.endswith(asked)
     assert devices == "8 devices"
+
+
+def test_from_the_placeholder_nothing_is_installed():
+    cell = set_repo.replace_name(STAMPED, "me/course", set_repo.PLACEHOLDER)[0]
+    result = run_python(SHELL + NOT_INSTALLED + f"shell.run_cell({cell!r})")
+    assert "pip install --quiet" not in result.stdout
+    *_, last = result.stdout.strip().splitlines()
+    assert last.startswith(
+        "ImportError: This copy of the course does not say where it is published"
+    )
+    assert "source" in last and "Never run `pip install helpers`" in last
 
 
 def test_diffusers_and_transformers_say_nothing_while_a_pipeline_is_loaded():
