@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from course import flux2, sd
+from course.model.guidance import guide
 from course.tpu.programs import CONFIGURATIONS
 
 
@@ -104,7 +105,10 @@ REFUSALS = [
     ),
     ("flux2", {"width": 1020}, "1024 x 1020 pixels cannot be divided"),
     ("flux2", {"guidance": 4.0}, r"With guidance, give the empty prompt, too: empty=tokenize\("),
-    ("flux2", {"steps": 0}, "There are 0 steps: take 1 or more."),
+    ("flux2", {"steps": 0}, "There are 0 steps: take a whole number from 1 on."),
+    ("flux2", {"steps": 2.5}, "There are 2.5 steps: take a whole number from 1 on."),
+    ("flux2", {"shift": np.nan}, "The shift is nan: take a finite number above 0; 1 is none."),
+    ("flux2", {"shift": 0.0}, "The shift is 0.0: take a finite number above 0"),
     (
         "flux2",
         {"images": shape(2, 1024, 512, 3)},
@@ -132,6 +136,37 @@ REFUSALS = [
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(model, changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         shape_of_images(model, **changes)
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+@pytest.mark.parametrize("scale", [1.0, 0.0, -2.0])
+def test_guidance_of_1_or_less_is_none_and_costs_nothing(model, scale):
+    package, config, inputs = PUBLISHED[model]
+    none = {"sd": {"guided": False}, "flux2": {"guidance": None}}[model]
+
+    def program(**options):
+        arrays, others = {}, {"config": config, "steps": 2, **options}
+        for name, value in inputs.items():
+            (arrays if hasattr(value, "shape") else others)[name] = value
+        draw = jax.make_jaxpr(lambda params, arrays: package.generate(params, **arrays, **others))
+        return str(draw(shape_of_parameters(model), arrays))
+
+    assert program(guidance=scale) == program(**none)
+
+
+def test_a_scale_that_a_program_gets_stops_at_1():
+    without, prompted = np.float32([[1, 2], [3, np.nan]]), np.float32([[5, 6], [7, 8]])
+    guided = jax.jit(guide)(np.float32([2, 1]), without, prompted)
+    assert guided.tolist() == [[9, 10], [7, 8]]
+    assert np.isnan(guide(np.nan, without, prompted)).all()  # which is no guidance of 1
+
+
+@pytest.mark.parametrize("values", [200.0, -0.5, np.nan])
+def test_pictures_beyond_0_to_1_are_refused(values):
+    params, config = shape_of_parameters("flux2"), flux2.Config()
+    pictures = np.full((1, 32, 32, 3), values, np.float32)
+    with pytest.raises(ValueError, match=r"from 0 to 1, and these go from .*: divide bytes by 255"):
+        flux2.encode_images(params, config, pictures)
 
 
 SPOILED = {

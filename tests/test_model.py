@@ -252,9 +252,11 @@ def test_guidance_may_differ_from_image_to_image(small, images):
     assert farthest(found[4:], images[4:]) > 1
 
 
-def test_unguided_a_prompt_is_drawn_as_guidance_0_draws_a_negative_one(small):
-    guided = program(small, SMALL, IDS[1:2], KEYS[:1], IDS[:1], 3, 0.0)
-    assert farthest(program(small, SMALL, IDS[:1], KEYS[:1], steps=3, guided=False), guided) < 0.01
+def test_at_a_guidance_of_1_or_less_the_prompt_alone_decides(small):
+    unguided = program(small, SMALL, IDS[:1], KEYS[:1], steps=3, guided=False)
+    for scale in (1.0, 0.0):
+        guided = program(small, SMALL, IDS[:1], KEYS[:1], IDS[1:2], 3, scale)
+        assert farthest(guided, unguided) < 0.01
 
 
 def test_different_steps_and_guidance_compile_nothing(small, image):

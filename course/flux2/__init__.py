@@ -23,6 +23,7 @@ from course.flux2.sampler import euler, shift_by_size, times
 from course.flux2.sequence import split_tokens
 from course.flux2.transformer import velocity
 from course.flux2.vae import decode
+from course.model.guidance import is_guided
 from course.model.parameters import DATA_PARALLEL
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "encode_prompts",
     "euler",
     "generate",
+    "is_guided",
     "load",
     "model_parameters",
     "parameter_shapes",

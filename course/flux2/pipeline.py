@@ -9,6 +9,7 @@ import numpy as np
 from course.flux2 import qwen3, sampler, transformer, vae
 from course.flux2.configs import Config
 from course.flux2.parameters import model_parameters
+from course.model.guidance import guide, is_guided
 from course.model.parameters import check_parameters
 
 REFERENCE_DISTANCE = 10  # of a reference image from the image, on the first axis of positions
@@ -107,8 +108,9 @@ def denoise(
         Of the image, in pixels.
     steps : int
     guidance : float or jax.Array, optional
-        How far to go beyond what the empty prompt gives. Without, one run of the transformer does
-        for a step, as in distilled models.
+        How far to go beyond what the empty prompt gives. Without, and at 1 or less, one run of the
+        transformer does for a step, as in distilled models. A compiled program that gets it as an
+        input takes two runs, whatever comes.
     empty : jax.Array, optional
         The empty prompt, encoded, where there is guidance: (1 or batch, tokens, channels).
     reference : jax.Array, optional
@@ -140,6 +142,8 @@ def denoise(
             f"{(batch, tokens, config.transformer.in_channels)}, and this has {noise.shape}: "
             "make it with random_tokens."
         )
+    if guidance is not None and not is_guided(guidance):
+        guidance = None
     if guidance is not None and empty is None:
         raise ValueError(
             "With guidance, give the empty prompt, encoded: "
@@ -182,7 +186,7 @@ def denoise(
             return run(x, prompt, time)
         both = jnp.concatenate([jnp.broadcast_to(empty, prompt.shape), prompt])
         without, with_prompt = jnp.split(run(jnp.concatenate([x, x]), both, time), 2)
-        return without + guidance * (with_prompt - without)
+        return guide(guidance, without, with_prompt)
 
     with jax.named_scope("denoise"):
         return sampler.euler(guided, noise, sampler.times(steps, shift))
@@ -221,7 +225,8 @@ def generate(
         In pixels.
     steps : int
     guidance : float or jax.Array, optional
-        For models that are not distilled. The published base has 4.
+        For models that are not distilled. The published base has 4. At 1 or less there is none, as
+        in ``denoise``.
     empty : tuple of jax.Array, optional
         ``ids`` and ``mask`` of the empty prompt, where there is guidance.
     images : jax.Array, optional
@@ -255,6 +260,8 @@ def generate(
             f"There are {len(images)} images to edit and {len(ids)} prompts: give one image for "
             "all prompts, or one for each."
         )
+    if guidance is not None and not is_guided(guidance):
+        guidance = None
     if guidance is not None and empty is None:
         raise ValueError("With guidance, give the empty prompt, too: empty=tokenize([''])")
     encoded_empty = None

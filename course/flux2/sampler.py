@@ -44,10 +44,12 @@ def times(steps: int, shift: float = 1.0) -> np.ndarray:
     Raises
     ------
     ValueError
-        If there is no step.
+        If there is no step, or the shift is no finite number above 0.
     """
-    if steps < 1:
-        raise ValueError(f"There are {steps} steps: take 1 or more.")
+    if not isinstance(steps, int | np.integer) or steps < 1:
+        raise ValueError(f"There are {steps} steps: take a whole number from 1 on.")
+    if not 0 < shift < np.inf:  # which is false for NaN
+        raise ValueError(f"The shift is {shift}: take a finite number above 0; 1 is none.")
     even = np.linspace(1, 0, steps + 1)
     return np.float32(shift * even / (1 + (shift - 1) * even))
 

@@ -110,11 +110,18 @@ def encode_latents(
     Raises
     ------
     ValueError
-        If images are whole numbers.
+        If images are whole numbers, or go beyond 0 to 1. While a program is traced, its values are
+        not known: then the latents of such an image are NaN.
     """
     if not jnp.issubdtype(images.dtype, jnp.floating):
         raise ValueError(
             f"Images are numbers from 0 to 1, and these are {images.dtype}: divide them by 255."
+        )
+    are_right = jnp.all((images >= 0) & (images <= 1), axis=(1, 2, 3))  # which NaN is not
+    if not isinstance(are_right, jax.core.Tracer) and not are_right.all():
+        raise ValueError(
+            f"Images are numbers from 0 to 1, and these go from {images.min()} to {images.max()}: "
+            "divide bytes by 255."
         )
     levels = len(config.block_out_channels)
     groups = config.norm_num_groups
@@ -131,6 +138,7 @@ def encode_latents(
         x = jax.nn.silu(group_norm(p, "encoder.conv_norm_out", x, groups, EPSILON))
         x = conv(p, "encoder.conv_out", x)
         x = conv(p, "quant_conv", x).astype(jnp.float32)
+        x = jnp.where(are_right[:, None, None, None], x, jnp.nan)
         mean, log_variance = jnp.split(x, 2, axis=-1)
         return mean, jnp.exp(log_variance.clip(-30, 20) / 2)
 

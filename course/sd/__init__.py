@@ -1,6 +1,7 @@
 """Stable Diffusion 1, 2 and XL in plain JAX: functions of dictionaries of parameters."""
 
 from course.model.attention import ATTENTION
+from course.model.guidance import is_guided
 from course.model.parameters import DATA_PARALLEL, FULLY_SHARDED, TENSOR_PARALLEL
 from course.sd.configs import (
     Config,
@@ -37,6 +38,7 @@ __all__ = [
     "encode_condition",
     "encode_prompts",
     "generate",
+    "is_guided",
     "load",
     "model_parameters",
     "parameter_shapes",

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from course.model.guidance import is_guided
 from course.sd.configs import Config
 from course.sd.pipeline import check_drawing, decode_images, denoise, prepare
 from course.sd.samplers import mix_noise
@@ -133,6 +134,7 @@ def inpaint(
         of ``generate``.
     """
     check_drawing(attention, decode_batch)
+    guided = guided and is_guided(guidance)
     _, height, width, _ = images.shape
     condition, noise = prepare(
         params, config, ids, key, negative_ids, latents, height=height, width=width, guided=guided

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from course.model.attention import find_attention
+from course.model.guidance import guide, is_guided
 from course.model.parameters import check_parameters
 from course.sd.clip import encode_text
 from course.sd.configs import Config
@@ -155,7 +156,7 @@ def denoise_step(
     """Return what the model predicts in one step of denoising; a sampler takes the step by it.
 
     With guidance, it predicts for the negative prompt and for the prompt, and goes on in the
-    direction from the first to the second (Ho and Salimans, 2022).
+    direction from the first to the second. At a scale of 1 or less there is none.
 
     Parameters
     ----------
@@ -192,6 +193,8 @@ def denoise_step(
 
     if not guided:
         return predict(latents, condition)
+    if not is_guided(guidance):
+        return predict(latents, half_of_condition(condition, 1))
 
     def without_guidance() -> jax.Array:
         return predict(latents, half_of_condition(condition, 1))
@@ -203,11 +206,12 @@ def denoise_step(
             half = jax.lax.axis_index(guidance_axis)
             mine = predict(latents, half_of_condition(condition, half))
             negative, positive = jax.lax.all_gather(mine, guidance_axis)
-        return negative + jnp.reshape(guidance, (-1, 1, 1, 1)) * (positive - negative)
+        return guide(guidance, negative, positive)
 
     if unguided_below is None:
         return with_guidance()
-    return jax.lax.cond(timestep >= unguided_below, with_guidance, without_guidance)
+    is_left_out = (timestep < unguided_below) | jnp.all(jnp.asarray(guidance) <= 1)
+    return jax.lax.cond(is_left_out, without_guidance, with_guidance)
 
 
 def check_guidance_axis(guided: bool, guidance_axis: str) -> None:
@@ -374,7 +378,10 @@ def generate(
     steps : int or jax.Array
         The number of steps. A different one compiles nothing again.
     guidance : float or jax.Array
-        The guidance scale, one for all or (batch,). A different one compiles nothing again.
+        The guidance scale, one for all or (batch,). A different one compiles nothing again. At 1 or
+        less there is no guidance, as in diffusers: the negative prompt has no part in the image. A
+        compiled program that gets the scale as an input does the work of guidance all the same, but
+        where ``unguided_below`` is given; ``guided=False`` saves it.
     latents : jax.Array, optional
         Noise in place of the keys', float32, (batch, height / 8, width / 8, 4).
     unguided_below : float or jax.Array, optional
@@ -386,7 +393,7 @@ def generate(
     height, width : int, optional
         Of the images in pixels; by default as in the training.
     guided : bool
-        Whether there is guidance. Without it a step is half of the work.
+        Whether there is guidance, if the scale is above 1. Without it a step is half of the work.
     guidance_axis : str, optional
         Inside ``jax.shard_map``, the name of an axis of two devices, of which each does one half of
         the UNet's work for guidance: the same images in less time. It needs ``check_vma=False``,
@@ -409,6 +416,7 @@ def generate(
         If ids, sizes, parameters, names or a number of steps do not fit.
     """
     check_drawing(attention, decode_batch)
+    guided = guided and is_guided(guidance)
     side = config.unet.sample_size * config.pixels_per_latent
     height = side if height is None else height
     width = side if width is None else width
