@@ -5,8 +5,11 @@ package that is missing is a problem like others.
 """
 
 import argparse
+import importlib.metadata
+import json
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.error import HTTPError
@@ -14,14 +17,12 @@ from urllib.request import urlopen
 
 from course.commands import make_parser, run
 from helpers import packages
+from helpers.hub_token import without_passwords
 
 GIB = 2**30
 LEAST_FREE = 2 * GIB  # what the chapters take of memory, and the installation and images of disk
 HUB_TIMEOUT = 5  # seconds
-# In a clone, another installation would only point to the files that are missing.
-REPAIR = f"{packages.PIP} --force-reinstall --no-deps ."
-if Path(__file__).parents[1].joinpath(".git").exists():
-    REPAIR = "git checkout -- checkpoints"
+ROOT = Path(__file__).parents[1]  # of a clone, or of all packages that are installed
 
 
 def check_packages() -> Iterator[str]:
@@ -50,7 +51,7 @@ def check_jax() -> Iterator[str]:
     """Import JAX, and yield why if that fails."""
     try:
         import jax  # noqa: F401
-    except (ImportError, RuntimeError) as error:  # the latter if jaxlib has another version
+    except Exception as error:  # whatever jaxlib, numpy or a file named jax.py of one's own raise
         needed = [package for package in packages.needed_packages() if package.name == "jax"]
         yield f"JAX cannot be imported ({error}): {packages.pip_command(needed)} --force-reinstall"
 
@@ -74,23 +75,55 @@ def check_devices() -> Iterator[str]:
         yield str(error)
 
 
-def check_checkpoints() -> Iterator[str]:
-    """Read every bundled checkpoint's files; unreadable ones are a problem."""
-    from helpers.checkpoints import bundled_checkpoint
-    from helpers.models import bundled_names
+def find_repair(root: Path = ROOT) -> str:
+    """Say how to get files of the course again that are missing or damaged."""
+    if (root / ".git").exists():  # another installation would only point to the same files
+        return "git checkout -- checkpoints"
+    if (root / "pyproject.toml").exists():
+        return "download the folder of the course again"
+    try:
+        about = importlib.metadata.distribution(packages.DISTRIBUTION).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        about = None
+    if not about:
+        return "install the course again, from where you have it"
+    origin = json.loads(about)
+    address = f"{'git+' if 'vcs_info' in origin else ''}{origin['url']}"
+    return f'{packages.PIP} --force-reinstall --no-deps "{address}"'
 
-    names = bundled_names()
-    if not names:
-        yield f"The bundled checkpoints are missing: {REPAIR}"
-    for name in names:
+
+def check_checkpoints(checkpoints: Path | None = None) -> Iterator[str]:
+    """Load every bundled checkpoint, as chapters do; what is missing or damaged is a problem."""
+    import numpy as np
+
+    from course import flux2, sd
+    from course.model.files import read_safetensors
+    from helpers.models import MODELS, bundled_names
+    from helpers.places import find_data
+
+    try:
+        folder = checkpoints or find_data("checkpoints")
+    except FileNotFoundError:
+        yield f"The bundled checkpoints are missing: {find_repair()}"
+        return
+    load = {model.bundled: sd.load for model in MODELS.values()}
+    load |= dict.fromkeys(bundled_names(), sd.load) | {MODELS["flux2"].bundled: flux2.load}
+    for name in sorted(load):
         try:
-            folder = Path(bundled_checkpoint(name).source)
-            files = [*folder.rglob("*.msgpack"), *folder.rglob("*.safetensors")]
-            size = sum(len(file.read_bytes()) for file in files)
-        except (OSError, RuntimeError) as error:
-            yield f"The bundled checkpoint {name} cannot be read ({error}): {REPAIR}"
+            params, *_ = load[name](folder / name, "float32")
+            arrays = [np.asarray(value) for part in params.values() for value in part.values()]
+            if not all(np.isfinite(array).all() for array in arrays):
+                raise ValueError("it has numbers that are not finite")
+        except Exception as error:  # damaged files raise errors of many kinds
+            yield f"The bundled checkpoint {name} cannot be read ({error}): {find_repair()}"
         else:
-            print(f"Bundled checkpoint {name}: {size / 1e6:.1f} MB of weights, readable")
+            size = sum(array.nbytes for array in arrays)
+            print(f"Bundled checkpoint {name}: {size / 1e6:.1f} MB of numbers, complete")
+    for file in sorted(folder.glob("*/*.safetensors")):  # LoRAs, and what is beside them
+        try:
+            read_safetensors(file)
+        except (OSError, ValueError) as error:
+            yield f"{error} ({find_repair()})"
 
 
 def check_hub() -> Iterator[str]:
@@ -99,14 +132,16 @@ def check_hub() -> Iterator[str]:
 
     from helpers.hub_token import has_token
 
+    shown = without_passwords(constants.ENDPOINT)
     try:
-        urlopen(f"{constants.ENDPOINT}/api/models?limit=1", timeout=HUB_TIMEOUT).close()
+        address = shown.replace("…@", "")
+        urlopen(f"{address}/api/models?limit=1", timeout=HUB_TIMEOUT).close()
         answer = "answers"
     except HTTPError as error:
         answer = f"answers with {error.code}"
     except (OSError, ValueError) as error:
         answer = f"cannot be reached ({error}), so only bundled checkpoints can be loaded"
-    print(f"The Hub, {constants.ENDPOINT}: {answer}")
+    print(f"The Hub, {shown}: {answer}")
     if has_token():
         print("A token for the Hub: found")
     else:
@@ -115,11 +150,12 @@ def check_hub() -> Iterator[str]:
 
 
 def check_room() -> Iterator[str]:
-    """Print how much memory and disk is free; too little is a problem."""
+    """Print how much memory and disk is free; too little, or a read-only disk, is a problem."""
+    import jax
     import psutil
     from huggingface_hub import constants
 
-    from helpers.checkpoints import free_disk
+    from helpers.checkpoints import existing_parent, free_disk
 
     memory = psutil.virtual_memory()
     print(f"Memory: {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free")
@@ -132,6 +168,17 @@ def check_room() -> Iterator[str]:
             f"Less than 2 GiB of disk is free for {constants.HF_HUB_CACHE}: delete weights there, "
             "as `hf cache --help` says, or set HF_HOME elsewhere"
         )
+    caches = {"HF_HOME": constants.HF_HUB_CACHE}
+    if jax.config.jax_compilation_cache_dir:
+        caches["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
+    for variable, cache in caches.items():
+        try:
+            tempfile.TemporaryFile(dir=existing_parent(cache)).close()
+        except OSError as error:
+            yield (
+                f"{cache} cannot be written ({error.strerror}): set {variable} to a folder that "
+                "can be"
+            )
 
 
 def print_page(_: argparse.Namespace) -> int:
@@ -150,7 +197,7 @@ def print_page(_: argparse.Namespace) -> int:
     if not problems:
         print("No problem found.")
     for number, problem in enumerate(problems, 1):
-        print(f"Problem {number}: {problem}")
+        print(f"Problem {number}: {without_passwords(problem)}")
     return int(bool(problems))
 
 

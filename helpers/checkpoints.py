@@ -353,10 +353,15 @@ def _check_disk(name: str, size: int) -> None:
 
 def free_disk(folder: str | Path) -> int:
     """Return the free bytes on the disk of a folder, which need not exist yet."""
-    place = Path(folder)
+    return shutil.disk_usage(existing_parent(folder)).free
+
+
+def existing_parent(folder: str | Path) -> Path:
+    """Return a folder, or the nearest one around it that exists."""
+    place = Path(folder).absolute()
     while not place.exists():
         place = place.parent
-    return shutil.disk_usage(place).free
+    return place
 
 
 def _suitable_settings(folder: Path, model: str) -> tuple[int, int, float]:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import warnings
 
 from huggingface_hub import get_token
@@ -22,6 +23,15 @@ def has_token() -> bool:
         # To have no secret is no mistake. If Colab refuses to give one, that stays a warning.
         warnings.filterwarnings("ignore", message=f"\nThe secret `{TOKEN}` does not exist")
         return bool(get_token())
+
+
+def without_passwords(text: str) -> str:
+    """Return a text whose addresses have "…" in place of a user's name and password.
+
+    >>> without_passwords("https://me:secret@hub.example.com/models")
+    'https://…@hub.example.com/models'
+    """
+    return re.sub(r"(?<=//)[^/\s]*@", "…@", text)
 
 
 @functools.cache  # asking goes over the network, and a failure is worth one sentence, not several

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, errors, snapshot_download
 
-from helpers.hub_token import has_token
+from helpers.hub_token import has_token, without_passwords
 from helpers.places import find_data
 
 FLAX_WEIGHTS = "unet/diffusion_flax_model.msgpack"  # every pipeline with Flax weights has this file
@@ -167,10 +167,10 @@ def asking_hub(hub_id: str, revision: str | None) -> Iterator[None]:
     except errors.LocalEntryNotFoundError:  # of a whole repository: it is not here, either
         raise RuntimeError(no_network) from None
     except errors.HfHubHTTPError as error:
+        page = f"{without_passwords(constants.ENDPOINT)}/{hub_id}"
         raise RuntimeError(
-            f"The Hub does not give {name} ({type(error).__name__}): look at "
-            f"{constants.ENDPOINT}/{hub_id}, and run `hf auth login` if it is private, or if you "
-            "have to accept its licence."
+            f"The Hub does not give {name} ({type(error).__name__}): look at {page}, and run "
+            "`hf auth login` if it is private, or if you have to accept its licence."
         ) from error
     except (OSError, errors.HTTPError):  # of the HTTP client, which differs from version to version
         raise RuntimeError(no_network) from None

@@ -1,6 +1,7 @@
 """What stands in the way of the course is found, and said with what to do about it."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,18 +9,19 @@ from pathlib import Path
 import flax
 import jax
 import pytest
+from huggingface_hub import constants
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from course import doctor
-from helpers import packages
+from helpers import find_data, packages
 from lab.site import lock
 
 
 def run_doctor(**environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "course.doctor"]
     # Nothing answers on port 9, so the Hub is not waited for.
-    settings = {"HF_ENDPOINT": "http://127.0.0.1:9"} | environment
+    settings = {"HF_ENDPOINT": "http://me:hf_secret@127.0.0.1:9"} | environment
     return subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
 
 
@@ -35,11 +37,12 @@ def test_it_finds_no_problem_here():
     for said in ("diffusers", "8 device(s)", "shapes-sd:", "cannot be reached", "Memory:", "Disk:"):
         assert said in result.stdout
     assert "A token for the Hub: found" in result.stdout
-    assert "hf_secret" not in result.stdout
+    assert "hf_secret" not in result.stdout + result.stderr  # a token, or a password
 
 
-def test_a_broken_jax_is_one_problem_with_its_remedy(tmp_path):
-    (tmp_path / "jax.py").write_text("raise RuntimeError('jaxlib is version 0.1')")
+@pytest.mark.parametrize("error", ["RuntimeError", "AttributeError"])
+def test_a_broken_jax_is_one_problem_with_its_remedy(tmp_path, error):
+    (tmp_path / "jax.py").write_text(f"raise {error}('jaxlib is version 0.1')")
     result = run_doctor(PYTHONPATH=in_front(tmp_path))
     assert result.returncode == 1
     (problem,) = [line for line in result.stdout.splitlines() if line.startswith("Problem")]
@@ -60,14 +63,37 @@ def test_an_accelerator_that_jax_does_not_use_is_a_problem_with_advice(monkeypat
     assert "choose Settings > Accelerator > TPU in Kaggle's menu" in problem
 
 
-def test_a_checkpoint_that_cannot_be_read_is_a_problem(monkeypatch):
-    def refuse(file):
-        raise OSError("Input/output error")
+def test_whatever_is_missing_or_damaged_in_checkpoints_is_a_problem(tmp_path):
+    folder = shutil.copytree(find_data("checkpoints"), tmp_path / "checkpoints")
+    note = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    for file in ("shapes-flux2/transformer/diffusion_pytorch_model", "loras/star-for-heart"):
+        (folder / f"{file}.safetensors").write_text(note)
+    shutil.rmtree(folder / "shapes-sd" / "vae")
+    weights = folder / "shapes-sdxl" / "unet" / "diffusion_flax_model.msgpack"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    damaged, without_vae, cut, lora = doctor.check_checkpoints(folder)
+    assert "shapes-flux2 cannot be read" in damaged and "(Git LFS)" in damaged
+    assert "shapes-sd cannot be read" in without_vae and "vae" in without_vae
+    assert "shapes-sdxl cannot be read" in cut
+    assert "star-for-heart.safetensors only says where the file is (Git LFS)" in lora
+    assert all(doctor.find_repair() in problem for problem in (damaged, without_vae, cut, lora))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    first, *_ = doctor.check_checkpoints()
-    found = "The bundled checkpoint shapes-flux2 cannot be read (Input/output error): "
-    assert first == found + doctor.REPAIR
+
+def test_a_repair_fits_to_how_the_course_came_here(tmp_path):
+    assert doctor.find_repair(tmp_path).startswith(f"{packages.PIP} --force-reinstall --no-deps")
+    (tmp_path / "pyproject.toml").touch()
+    assert doctor.find_repair(tmp_path) == "download the folder of the course again"
+    (tmp_path / ".git").mkdir()
+    assert doctor.find_repair(tmp_path) == "git checkout -- checkpoints"
+
+
+def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    (problem,) = doctor.check_room()
+    assert problem.endswith(
+        "hub cannot be written (Not a directory): set HF_HOME to a folder that can be"
+    )
 
 
 def test_too_little_room_is_a_problem(monkeypatch):
