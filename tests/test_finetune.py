@@ -13,6 +13,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import record_finetune
@@ -264,6 +265,27 @@ def test_photos_are_read_as_people_have_them(tmp_path, capsys):
     assert "1 of 4 images in" in capsys.readouterr().out
 
 
+def test_formats_of_scanners_browsers_and_old_programs_are_read_and_hidden_files_left(tmp_path):
+    red = Image.new("RGB", (64, 64), (255, 0, 0))
+    for name in ("a.tif", "b.tiff", "c.avif", "d.jfif", "e.gif", "f.JPG"):
+        red.save(tmp_path / name, format="JPEG" if name.endswith("jfif") else None)
+    (tmp_path / "._a.jpg").write_bytes(b"\0\5\x16\7")  # what macOS puts beside a.jpg
+    images, _ = photos.read_folder(tmp_path, 64, 64, "red")
+    assert images.shape == (6, 64, 64, 3)
+    assert np.abs(images - [1, 0, 0]).max() < 0.03
+
+
+def test_a_drawing_in_postscript_starts_no_program(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
+    (tmp_path / "1.png").write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n%%EOF\n"
+    )
+    with pytest.raises(ValueError, match=r"1\.png is damaged, or no image in PNG, JPEG"):
+        photos.read_folder(tmp_path, 64, 64, "a drawing")
+    assert started == []
+
+
 def test_captions_stand_beside_pictures_or_are_one_for_all(tmp_path):
     folder = write_photos(tmp_path / "photos")
     (folder / "phone.txt").write_text("\ufeffein Foto,\nschön\n", encoding="utf-8")
@@ -328,7 +350,22 @@ BAD_FOLDERS = {
         replace_line('{"file_name": "000.png", "text": 7}'),
         "Line 1 of .*: write it as",
     ),
-    "no image": (lambda folder: (folder / "001.png").write_text("<html>"), "001.png is no image"),
+    "no image": (
+        lambda folder: (folder / "001.png").write_text("<html>"),
+        "001.png is damaged, or no image",
+    ),
+    "a HEIC photo by another name": (
+        lambda folder: (folder / "001.png").write_bytes(b"\0\0\0\x18ftypheic"),
+        "001.png is a HEIC photo: export it as JPEG",
+    ),
+    "too many pixels": (
+        lambda folder: Image.new("1", (14000, 13000)).save(folder / "001.png"),
+        "001.png is too large: Image size .* Make it smaller",
+    ),
+    "floating-point numbers": (
+        lambda folder: Image.new("F", (64, 64)).save(folder / "001.png", format="tiff"),
+        "001.png has numbers of 32 bits",
+    ),
 }
 
 
@@ -353,7 +390,11 @@ BAD_COMMANDS = {
     "a rate that is no number": (["--rate", "nan"], "rate is nan: choose 0 to 1"),
     "a share of 5": (["--dropped", "5"], "dropped is 5.0: choose 0 to 1"),
     "a negative weight": (["--prior-weight", "-1"], "prior_weight is -1.0: choose 0 or more"),
-    "a negative seed": (["--seed", "-1"], "seed is -1: choose 0 to 2147483647"),
+    "a negative seed": (
+        ["--seed", "-1"],
+        "The seed is -1: give a whole number",
+    ),
+    "a weight too large": (["--prior-weight", "1e39"], "choose 0 to 3.40282e+38"),
     "unknown attention": (["--attention", "fast"], "There is no attention 'fast'"),
     "a word in no caption": (["--word", "bowknot"], "The word 'bowknot' stands in no caption"),
     "a known word": (["--word", "heart"], "'heart' is no new word"),
@@ -416,6 +457,25 @@ def test_a_word_is_one_token_wherever_it_stands():
         assert with_word(["bowtie " * 80])[0, 0, -1] == star[0, 0, -1]
     with pytest.raises(ValueError, match="gets no new word here"):
         words.add_word(*sd.load(SOURCE.parent / "shapes-sdxl"), "bowtie", "star")
+
+
+@pytest.mark.parametrize(("nan_from", "kept"), [(1, []), (13, [5, 10])])
+def test_training_stops_at_a_loss_that_is_not_finite(nan_from, kept):
+    """The states that were saved before stay, and no other is saved."""
+
+    saved = []
+    saver = SimpleNamespace(save=lambda state: saved.append(int(state.step)))
+
+    def step(state, params, data):
+        loss = np.nan if state.step + 1 >= nan_from else 1.0
+        return state._replace(
+            step=state.step + 1, losses=state.losses.at[state.step].set(jnp.float32(loss))
+        )
+
+    state = training.State(jnp.int32(0), {}, (), jnp.zeros(20))
+    with pytest.raises(RuntimeError, match=f"The loss is nan after step {nan_from}, so training"):
+        training.train(step, state, {}, None, saver=saver, every=5)
+    assert saved == kept
 
 
 def test_the_word_of_a_different_model_is_refused(tmp_path):

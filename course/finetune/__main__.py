@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course import sd
-from course.commands import make_parser, run
+from course.commands import make_parser, run, writing_to
 from course.finetune.photos import read_folder
 from course.finetune.training import (
     FOR_SD,
@@ -121,6 +121,13 @@ def check_options(options: argparse.Namespace) -> None:
 def fine_tune(options: argparse.Namespace) -> None:
     """Do what the command does."""
     check_options(options)
+    folder = options.state or options.file.with_suffix(".state")
+    with writing_to(options.file.absolute().parent), writing_to(folder):
+        _train_into(folder, options)
+
+
+def _train_into(folder: Path, options: argparse.Namespace) -> None:
+    """Train, with states in a folder, and write the LoRA."""
     params, config, tokenize = sd.load(find_model(options.model), options.dtype)
     recipe = read_recipe(options, config)
     if recipe.attention == "flash" and jax.device_count() > 1:
@@ -153,7 +160,6 @@ def fine_tune(options: argparse.Namespace) -> None:
     )
     params = trained_parts(params, has_word)
 
-    folder = options.state or options.file.with_suffix(".state")
     saver = Saver(folder, describe(params, recipe, data))
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     state = init_state(params, recipe, has_word)

@@ -4,12 +4,24 @@ Whose layouts of captions are read, ``python -m course.finetune --help`` says.
 """
 
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
 
-ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+# By the formats that Pillow may open, whatever a file is called: those of them that start other
+# programs, as EPS does, are not among them.
+ENDINGS = {
+    "PNG": (".png",),
+    "JPEG": (".jpg", ".jpeg", ".jfif"),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "TIFF": (".tif", ".tiff"),
+    "AVIF": (".avif",),
+    "GIF": (".gif",),
+}
+HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # behind a file's "ftyp"
 
 
 def read_folder(
@@ -17,6 +29,7 @@ def read_folder(
 ) -> tuple[np.ndarray, list[str]]:
     """Read a folder of pictures with captions.
 
+    Hidden files are left out, such as those that macOS puts beside others on foreign disks.
     A picture of a different size is scaled until it covers what is asked for, and its middle is
     taken. How many lose an edge or are enlarged by that is printed.
 
@@ -41,13 +54,14 @@ def read_folder(
         If there are no pictures, one cannot be read or has no caption, or a caption has no picture.
     """
     folder = Path(folder)
-    files = {file.name: file for file in sorted(folder.glob("*"))}
+    files = {file.name: file for file in sorted(folder.glob("[!.]*"))}
     for name in files:
         if name.lower().endswith((".heic", ".heif")):
             raise ValueError(f"{folder / name} is a HEIC photo: export it as JPEG.")
-    names = [name for name in files if name.lower().endswith(ENDINGS)]
+    endings = tuple(ending for some in ENDINGS.values() for ending in some)
+    names = [name for name in files if name.lower().endswith(endings)]
     if not names:
-        raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(ENDINGS)}.")
+        raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(endings)}.")
     if "metadata.jsonl" in files:
         captions = _read_metadata(folder / "metadata.jsonl")
         advice = "metadata.jsonl must have a line for each image, and no other"
@@ -87,7 +101,10 @@ def read_folder(
 def _read_metadata(file: Path) -> dict[str, str]:
     """Read the caption of each image by the name of its file, out of ``metadata.jsonl``."""
     captions = {}
-    for number, line in enumerate(_read_text(file).splitlines(), 1):
+    # Not splitlines, which takes some signs within a line for its end.
+    for number, line in enumerate(_read_text(file).split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             entry = json.loads(line)
             captions[entry["file_name"]] = entry["text"].strip()
@@ -116,20 +133,45 @@ def _read_text(file: Path) -> str:
 
 
 def _open_image(file: Path) -> Image.Image:
-    """Read an image in RGB: the right way up, and on white where it is transparent."""
+    """Read an image in RGB: the right way up, and on white where it is transparent.
+
+    Of a film, it is the first image.
+    """
     try:
-        with Image.open(file) as opened:
+        with warnings.catch_warnings():
+            # A photo of 100 million pixels is fine; of twice as many, Pillow raises an error.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            opened = Image.open(file, formats=[*ENDINGS])
+        with opened:
             image = ImageOps.exif_transpose(opened)  # as the camera was held
-            if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
-                grey = np.asarray(image, np.float32) / 257
-                return Image.fromarray(np.uint8(grey.round())).convert("RGB")
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                white = Image.new("RGBA", image.size, "white")
-                image = Image.alpha_composite(white, image)
-            return image.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError):
-        raise ValueError(f"{file} is no image that can be read: get it again.") from None
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"{file} is too large: {error} Make it smaller.") from None
+    except Exception:  # Pillow's readers raise errors of many kinds
+        if _is_heic(file):
+            raise ValueError(f"{file} is a HEIC photo: export it as JPEG.") from None
+        raise ValueError(
+            f"{file} is damaged, or no image in {', '.join(ENDINGS)}: get it again as one of these."
+        ) from None
+    if image.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+        grey = np.asarray(image, np.float32) / 257
+        if grey.min() >= 0 and grey.max() <= 255:
+            return Image.fromarray(np.uint8(grey.round())).convert("RGB")
+    if image.mode[0] in "IF":
+        raise ValueError(f"{file} has numbers of 32 bits: export it as JPEG.")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(white, image)
+    return image.convert("RGB")
+
+
+def _is_heic(file: Path) -> bool:
+    """Say whether a file is a photo as iPhones save it, whatever it is called."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        start = opened.read(12)
+    return start[4:8] == b"ftyp" and start[8:] in HEIC
 
 
 def _fit(image: Image.Image, height: int, width: int) -> np.ndarray:

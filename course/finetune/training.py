@@ -3,6 +3,7 @@
 What it means that a step may also *rehearse*, ``python -m course.finetune --help`` says.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -22,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course import sd
+from course.commands import LARGEST
 from course.model.attention import ATTENTION, find_attention
 from course.model.lora import Pair, attach
 from course.sd import Config, ScheduleConfig
@@ -29,6 +31,7 @@ from course.sd.clip import EMBEDDINGS
 from course.sd.samplers import alphas
 from course.sd.unet import Condition, project_text
 from course.sd.vae import encode
+from helpers.inputs import check_seed, create_key
 
 # The weights of the UNet that get a LoRA, as regular expressions for their names.
 LAYERS = {
@@ -39,13 +42,14 @@ LAYERS = {
 
 
 def check_between(low: float, high: float, **numbers: float) -> None:
-    """Raise ``ValueError`` if one of these numbers is outside of a range, or no number."""
+    """Raise ``ValueError`` if one of these numbers is outside of a range, or not finite."""
     for name, number in numbers.items():
-        if low <= number <= high:  # which is false for nan
+        most = min(high, LARGEST)
+        if low <= number <= most:  # which is false for nan
             continue
-        if high == np.inf:
+        if high == np.inf and not number > most:
             raise ValueError(f"{name} is {number}: choose {low} or more.")
-        raise ValueError(f"{name} is {number}: choose {low} to {high}.")
+        raise ValueError(f"{name} is {number}: choose {low} to {most:g}.")
 
 
 def _setting(default, meaning: str):
@@ -86,7 +90,7 @@ class Recipe:
         check_between(0, np.inf, rehearsed=self.rehearsed)
         # Adam moves a number by about the rate in each step: at 1, none of what it was is left.
         check_between(0, 1, rate=self.rate, word_rate=self.word_rate, dropped=self.dropped)
-        check_between(0, 2**31 - 1, seed=self.seed)
+        check_seed(self.seed)
         if self.rehearsed >= self.batch:
             raise ValueError(
                 f"{self.rehearsed} of {self.batch} examples in a step are rehearsed: "
@@ -336,7 +340,7 @@ def train_step(
     state: State, params: dict, data: Data, config: Config, recipe: Recipe, mesh: Mesh
 ) -> State:
     """Take a step: each device works on its share of the batch, and gradients are added up."""
-    key = jax.random.fold_in(jax.random.key(recipe.seed), state.step)
+    key = jax.random.fold_in(create_key(recipe.seed), state.step)
     batch = fill_up(draw_batch(key, config, recipe, data), mesh.size)
     batch = jax.lax.with_sharding_constraint(batch, NamedSharding(mesh, P("data")))
     loss, gradients = jax.value_and_grad(loss_fn)(state.trained, params, batch, config, recipe)
@@ -541,10 +545,18 @@ class Saver:
         return self._manager.restore(last, args=args).state
 
     def save(self, state: State) -> None:
-        """Save a state under the number of its step, if it is not there."""
+        """Save a state under the number of its step, if it is not there.
+
+        Raises
+        ------
+        RuntimeError
+            If what was trained is not finite: no state is made of that.
+        """
         step = int(state.step)
         if step == self._manager.latest_step():
             return
+        sums = jax.tree.leaves(jax.tree.map(lambda x: np.asarray(x).sum(), state.trained))
+        check_finite("sum of the LoRA", np.sum(sums), step)
         # All devices have the same state, so the host's copy will do. From the devices' own, Orbax
         # would take a slice of each array from each device, by a program for each shape.
         args = ocp.args.Composite(
@@ -582,12 +594,15 @@ def train(
     seconds : float
         Stop earlier if that much time has passed.
     saver : Saver, optional
-        Saves the state ``every`` so many steps, at the end, and when Ctrl-C is pressed.
+        Saves the state ``every`` so many steps, at the end, and when Ctrl-C is pressed or nobody
+        reads what is printed.
 
     Raises
     ------
     ValueError
         If ``every`` is below 1.
+    RuntimeError
+        If a loss, or what was trained, is not finite. What was saved before stays.
     """
     check_between(1, np.inf, every=every)
     total = len(state.losses)
@@ -598,23 +613,39 @@ def train(
         for done in range(first, last + 1):
             # Without waiting, states and batches would queue in memory.
             state = jax.block_until_ready(step(state, params, data))
+            losses = np.asarray(state.losses)
+            check_finite("loss", losses[done - 1], done)
             passed = time.monotonic() - start
             is_over = passed > seconds
             if done % 10 == 0 or done in (first, last) or is_over:
-                recent = np.asarray(state.losses)[max(0, done - 50) : done].mean()
+                recent = losses[max(0, done - 50) : done].mean()
                 line = f"step {done} of {total}, loss {recent:.4f}, {passed:.0f} s "
                 print(f"\r{line}", end="", flush=True)
             if saver and done % every == 0:
                 saver.save(state)
             if is_over:
                 break
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):
         # A step that was interrupted may have taken the old state's memory, and given no new one.
         if saver and not state.step.is_deleted():
             saver.save(state)
         raise
     finally:
-        print()
+        with contextlib.suppress(BrokenPipeError):
+            print()
     if saver:
         saver.save(state)
     return state
+
+
+def check_finite(what: str, number: float, step: int) -> None:
+    """Raise ``RuntimeError`` unless a number of a step is finite: nothing is learned after that."""
+    if np.isfinite(number):
+        return
+    advice = "the model or the pictures have numbers that are too large, so get them again"
+    if step > 1:
+        advice = "give a smaller rate, and a different FILE or --state, as the rate belongs to both"
+    raise RuntimeError(
+        f"The {what} is {number} after step {step}, so training stops, and the last state that was "
+        f"saved stays: {advice}."
+    )
