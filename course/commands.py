@@ -1,9 +1,19 @@
-"""What the commands share: how they say what they take, and how they end."""
+"""What the commands share: which numbers they take, where they write, and how they end."""
 
 import argparse
+import contextlib
+import errno
+import os
+import shutil
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+LARGEST = 3.4028234e38  # of float32
 
 
 def make_parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
@@ -16,12 +26,129 @@ def make_parser(command: str, description: str, **options: Any) -> argparse.Argu
     )
 
 
+# Numbers, as the ``type`` of an argument.
+
+
 def positive(text: str) -> int:
-    """Return a number of at least 1, as the ``type`` of an argument."""
+    """Return a whole number of at least 1, which fits into 32 bits."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is too small: give at least 1")
+    if number >= 2**31:
+        raise argparse.ArgumentTypeError(f"{number} is too large: give less than {2**31}")
     return number
+
+
+def finite(text: str) -> float:
+    """Return a number that float32 can hold: no NaN, and not infinite."""
+    number = float(text)
+    if not abs(number) <= LARGEST:  # which is false for NaN, too
+        raise argparse.ArgumentTypeError(f"{text} is no finite number of 32 bits: give one")
+    return number
+
+
+# Where commands write.
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Make sure, before long work, that a folder can be written, and that no other run does.
+
+    The folder is made if it is not there, and goes again if nothing was written. On Windows and on
+    disks that know no locks, other runs go unnoticed.
+
+    Raises
+    ------
+    RuntimeError
+        If the folder cannot be written, or another run of a command is writing to it.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))
+    except OSError as error:
+        raise RuntimeError(
+            f"{folder} cannot be written ({error.strerror}): make room, or give a different place."
+        ) from None
+    try:
+        with locked(folder):
+            yield
+    finally:
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, which the system takes back if this process dies."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a disk without locks
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RuntimeError(
+                    f"Another run is writing to {folder}: wait until it ends, or give a different "
+                    "place."
+                ) from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raise ``RuntimeError`` if so many bytes do not fit on the disk of a folder."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise RuntimeError(
+            f"{folder} needs {size / 1e6:.1f} MB, and its disk has {free / 1e6:.1f} MB free: make "
+            "room, or give a different place."
+        )
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises
+    ------
+    RuntimeError
+        If it cannot be written, because of a full disk for example.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with part.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            # Otherwise a power cut could leave a file with the new name and no contents.
+            os.fsync(stream.fileno())
+        part.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise RuntimeError(explain_os_error(error, file)) from None
+
+
+def explain_os_error(error: OSError, file: str | Path | None = None) -> str:
+    """Return a sentence on what the operating system refused, and what to do about it."""
+    if error.errno is None:  # raised by Python code, which wrote a sentence
+        return str(error)
+    place = file or error.filename or "A file"
+    advice = "put that right"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = "make room"
+    return (
+        f"{place} cannot be written or read ({error.strerror}): {advice}, and start the same again."
+    )
+
+
+# How commands end.
 
 
 def run(
@@ -41,25 +168,58 @@ def run(
     arguments : sequence of str, optional
         In place of those of the command line.
     interrupted : str
-        What to say when Ctrl-C is pressed.
+        What to say when Ctrl-C is pressed, the process is told to end, or nobody reads its output
+        any more.
 
     Returns
     -------
     int
-        The exit status: the function's, by default 0; 1 after an error, or 130 after Ctrl-C. (If
-        the arguments are wrong, argparse exits with 2.)
+        The exit status: the function's, by default 0; 1 after an error, or 130 if it was
+        interrupted. (If the arguments are wrong, argparse exits with 2.)
     """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # what an old terminal cannot show must not stop work
+            stream.reconfigure(errors="backslashreplace")
     options = parser.parse_args(arguments)
     try:
-        status = function(options)
+        with ending_as_ctrl_c():
+            status = function(options)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Nobody reads: nor would they what Python flushes when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(interrupted, file=sys.stderr)
+        return 130
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         # JAX is not imported here, as course.doctor runs where it cannot be.
         errors = sys.modules.get("jax.errors")
         if errors and isinstance(error, errors.JaxRuntimeError):
             raise  # nothing that a sentence could explain
-        print(" ".join(str(error).split()), file=sys.stderr)
+        said = explain_os_error(error) if isinstance(error, OSError) else str(error)
+        print(" ".join(said.split()), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(interrupted, file=sys.stderr)
         return 130
     return status or 0
+
+
+@contextlib.contextmanager
+def ending_as_ctrl_c() -> Iterator[None]:
+    """Let a process that is told to end do so as after Ctrl-C: when its machine is shut down."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    is_main = threading.current_thread() is threading.main_thread()  # no other gets signals
+    for name in ("SIGTERM", "SIGHUP") if is_main else ():  # Windows has no SIGHUP
+        number = getattr(signal, name, None)
+        # What nohup has set to be ignored stays so.
+        if number and signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,12 +9,14 @@ parameters are not looked at.
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
-from course.commands import make_parser, run
+from course.commands import check_room, make_parser, run, writing_to
 from course.model.files import PICKLE_SUFFIXES
 from course.sd import read_config, save
 from course.sd.convert import read_schedule, read_single_file
@@ -32,8 +34,24 @@ def file_or_folder(name: str | None) -> Path | None:
     return find_model(name)
 
 
+def saved_size(params: dict[str, dict], dtype: Any = None) -> int:
+    """Return how many bytes a model takes in files; its ``dtype`` is as of ``course.sd.save``."""
+    size = 0
+    for part, values in params.items():
+        wanted = dtype.get(part) if isinstance(dtype, dict) else dtype
+        for value in values.values():
+            size += math.prod(value.shape) * jnp.dtype(wanted or value.dtype).itemsize
+    return size
+
+
 def convert_file(options: argparse.Namespace) -> None:
     """Do what the command does."""
+    with writing_to(options.folder):
+        _convert_into(options.folder, options)
+
+
+def _convert_into(folder: Path, options: argparse.Namespace) -> None:
+    """Write the model of a file, with what a model like it has besides."""
     like = find_model(options.like, only=NO_WEIGHTS)
     config = read_config(like)
     params = read_single_file(
@@ -45,9 +63,10 @@ def convert_file(options: argparse.Namespace) -> None:
     )
     schedule = read_schedule(options.file, config, options.prediction)
     dtype = options.dtype and jnp.dtype(options.dtype)
-    save(params, like, options.folder, dtype, schedule)
+    check_room(folder, saved_size(params, dtype))
+    save(params, like, folder, dtype, schedule)
     counts = ", ".join(f"{part} {len(values)}" for part, values in params.items())
-    print(f"Wrote {options.folder}, with so many parameters: {counts}.")
+    print(f"Wrote {folder}, with so many parameters: {counts}.")
     print(f"The model predicts {schedule.prediction_type}.", end="")
     print(" It was trained down to pure noise." if schedule.rescale_betas_zero_snr else "")
 

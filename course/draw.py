@@ -1,8 +1,8 @@
 """Draw many prompts on many machines: ``python -m course.draw PROMPTS OUT``.
 
-PROMPTS is a text file with a prompt on each line, or a Parquet file with a column ``prompt``. OUT
-gets an image for each, with the prompt, the key and the settings in it, and ``settings.json``.
-Started again, the same command draws what is missing.
+PROMPTS is a text file with a prompt on each line; or CSV, TSV or Parquet with a column ``prompt``;
+or JSON lines with a key of this name. OUT gets an image for each, with the prompt, the key and the
+settings in it, and ``settings.json``. Started again, the same command draws what is missing.
 
 Ray Data spreads the prompts over *actors*: processes that load the model once and then draw one
 batch after another. On this machine Ray starts by itself. On a cluster, give ``--address auto`` and
@@ -12,6 +12,7 @@ key of an image comes from its number, so it is the same image whoever draws it.
 
 import argparse
 import contextlib
+import csv
 import io
 import json
 import logging
@@ -19,8 +20,8 @@ import os
 import re
 import socket
 import sys
-import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,11 +37,19 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from course import sd
-from course.commands import make_parser, positive, run
-from course.model.tokens import say_what_is_not_read
+from course.commands import (
+    ending_as_ctrl_c,
+    finite,
+    make_parser,
+    positive,
+    run,
+    write_whole,
+    writing_to,
+)
+from course.model.tokens import say_what_is_not_read, say_what_is_plain_text
 from course.sd.tokenizer import Encoder, read_encoder
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
-from helpers.inputs import say_what_is_unknown
+from helpers.inputs import check_seed, create_key, say_what_is_unknown
 from helpers.models import bundled_names, find_local, read_configuration
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
@@ -54,13 +63,21 @@ MOST_LETTERS = 200  # of a warning, which may quote a prompt of any length
 
 @dataclass(frozen=True)
 class Settings:
-    """What the images of a call follow from, besides their prompts and numbers."""
+    """What the images of a call follow from, besides their prompts and numbers.
+
+    A seed that is out of range raises ``ValueError``, and so does a guidance that is not finite.
+    """
 
     checkpoint: str  #: as ``TUTORIAL_CHECKPOINT`` takes it
     seed: int = 0
     steps: int = 15
     guidance: float = 3.0
     batch: int = 4  #: how many images an actor draws at a time
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        if not np.isfinite(self.guidance):
+            raise ValueError(f"The guidance is {self.guidance}: give a finite number.")
 
     def texts(self) -> dict[str, str]:
         """Return what is written into each image."""
@@ -78,7 +95,8 @@ class Draw:
         self.size = -(-settings.batch // mesh.size) * mesh.size  # what the devices can share
         self.params, self.config, self.tokenize = load_model(settings, everywhere)
         self.options = (self.tokenize([""]), settings.steps, settings.guidance)
-        self.draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
+        draw = partial(sd.generate, guided=sd.is_guided(settings.guidance))
+        self.draw = jax.jit(draw, static_argnames=sd.STATIC)
 
     def __call__(self, rows: Rows) -> Rows:
         start, count = time.time(), len(rows["number"])
@@ -133,7 +151,7 @@ def draw_rows(
 def image_keys(seed: int, numbers: np.ndarray) -> jax.Array:
     """Return the key of each image, of shape (images,), from the seed and its number alone."""
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    return fold_in(jax.random.key(seed), jnp.asarray(numbers, jnp.uint32))
+    return fold_in(create_key(seed), jnp.asarray(numbers, jnp.uint32))
 
 
 def to_bytes(images: np.ndarray) -> np.ndarray:
@@ -178,7 +196,9 @@ def explaining_memory(batch: int) -> Iterator[None]:
 def read_prompts(file: Path) -> list[dict]:
     """Read the prompts of a file, with the numbers of their lines or rows, from 0.
 
-    Empty ones are left out, and the others keep their numbers.
+    A text file has one on each line. In CSV, TSV and Parquet they are in the column ``prompt``, and
+    in JSON lines under the key ``prompt``. Empty ones are left out, and the others keep their
+    numbers.
 
     Raises
     ------
@@ -186,14 +206,8 @@ def read_prompts(file: Path) -> list[dict]:
         If the file cannot be read, or has no prompts.
     """
     try:
-        if file.suffix == ".parquet":
-            import pyarrow.parquet
-
-            prompts = pyarrow.parquet.read_table(file, columns=["prompt"])["prompt"].to_pylist()
-        else:
-            # Not splitlines, which takes some signs within a line for its end.
-            prompts = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError, KeyError) as error:
+        prompts = list(_read_cells(file))
+    except (OSError, ValueError, KeyError, csv.Error) as error:
         raise RuntimeError(f"The prompts in {file} cannot be read: {error}.") from None
     rows = []
     for number, prompt in enumerate(prompts):
@@ -206,8 +220,38 @@ def read_prompts(file: Path) -> list[dict]:
     return rows
 
 
+def _read_cells(file: Path) -> Iterator[Any]:
+    """Yield what stands where a file of its kind has prompts; an error if it has no such place."""
+    suffix = file.suffix.lower()
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        yield from pyarrow.parquet.read_table(file, columns=["prompt"])["prompt"].to_pylist()
+        return
+    if suffix in (".json", ".xlsx", ".xls", ".ods", ".yaml", ".yml"):
+        raise ValueError(f"{suffix} is not read, so save them as .txt, .csv, .jsonl or .parquet")
+    text = file.read_text(encoding="utf-8-sig")
+    if suffix in (".csv", ".tsv"):
+        table = csv.DictReader(io.StringIO(text, newline=""), delimiter=",\t"[suffix == ".tsv"])
+        if "prompt" not in (table.fieldnames or ()):
+            raise ValueError(f"its columns are {table.fieldnames}, and none is called 'prompt'")
+        for row in table:
+            yield row["prompt"]
+        return
+    # Not splitlines, which takes some signs within a line for its end.
+    lines = text.split("\n")
+    if suffix not in (".jsonl", ".ndjson"):
+        yield from lines
+        return
+    for number, line in enumerate(lines):
+        entry = json.loads(line) if line.strip() else {"prompt": ""}
+        if not isinstance(entry, dict) or "prompt" not in entry:
+            raise ValueError(f"line {number + 1} has no key 'prompt'")
+        yield entry["prompt"]
+
+
 def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -> Iterator[str]:
-    """Yield what will not be drawn: ends of long prompts, and words that a checkpoint never saw."""
+    """Yield what will not be drawn: ends of long prompts, words that a checkpoint never saw …"""
     for row in rows:
         name = f"Prompt {row['number']}"
         prompt = row["prompt"]
@@ -216,6 +260,9 @@ def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -
         too_long = say_what_is_not_read(prompt, starts, room, prompt=name)
         if too_long:
             yield too_long
+        plain = say_what_is_plain_text(prompt, prompt=name)
+        if plain:
+            yield plain
         unknown = say_what_is_unknown(prompt, words) if words is not None else None
         if unknown:
             yield f"{name}: {unknown}"
@@ -266,25 +313,6 @@ def to_png(image: np.ndarray, texts: dict[str, str]) -> bytes:
     return buffer.getvalue()
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            # Otherwise a power cut could leave a file with the new name and no contents.
-            os.fsync(stream.fileno())
-        part.replace(file)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise RuntimeError(
-            f"{file} cannot be written ({error.strerror}): put that right, and start the same "
-            "again; the images that are there will not be drawn a second time."
-        ) from None
-
-
 def write_pngs(rows: Rows, folder: Path, settings: Settings) -> None:
     """Write a file for each image of a batch."""
     for number, image, texts in zip(
@@ -297,9 +325,9 @@ def read_texts(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """Yield each image of a folder: its file, and what is written in it."""
     for file in sorted(folder.glob("[0-9]*.png")):
         try:
-            with Image.open(file) as image:
+            with Image.open(file, formats=["png"]) as image:
                 yield file, dict(image.info)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise RuntimeError(f"{file} cannot be read ({error}): remove it.") from None
 
 
@@ -333,16 +361,8 @@ def find_missing(folder: Path, rows: list[dict], settings: Settings) -> list[dic
     Raises
     ------
     RuntimeError
-        If the folder cannot be written, or has images of other prompts or settings.
+        If the folder has images of other prompts or settings.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise RuntimeError(
-            f"Images cannot be written to {folder} ({error.strerror}): give a different OUT."
-        ) from None
     missing = {row["number"]: row for row in rows}
     expected = {}
     for row in rows:
@@ -399,6 +419,8 @@ def start_ray(
     """
     # Nothing is reported to Ray's makers, and what its processes log stays in their files.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Ray forks to start its processes, which then run other programs: nothing there can deadlock.
+    warnings.filterwarnings("ignore", message=r".*fork\(\)")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     ray = import_ray()
     address = address or os.environ.get("RAY_ADDRESS") or "local"
@@ -472,7 +494,9 @@ def explain(error: Exception) -> str:
 
 def draw_parser() -> argparse.ArgumentParser:
     parser = make_parser("course.draw", __doc__)
-    parser.add_argument("prompts", type=Path, metavar="PROMPTS", help="a text or Parquet file")
+    parser.add_argument(
+        "prompts", type=Path, metavar="PROMPTS", help="text, CSV, TSV, JSON lines or Parquet"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder for the images")
     parser.add_argument(
         "--checkpoint",
@@ -481,7 +505,7 @@ def draw_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=positive, help="default: what suits the checkpoint")
-    parser.add_argument("--guidance", type=float, help="likewise")
+    parser.add_argument("--guidance", type=finite, help="likewise; at 1 or below there is none")
     parser.add_argument(
         "--batch", type=positive, default=4, help="images that an actor draws at a time; default 4"
     )
@@ -493,7 +517,7 @@ def draw_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--patience",
-        type=float,
+        type=finite,
         default=PATIENCE,
         metavar="SECONDS",
         help="give up if no batch is finished for so long; default %(default)s",
@@ -528,7 +552,19 @@ def draw_missing(options: argparse.Namespace) -> None:
     """Draw what is missing, as the command line says."""
     folder = options.out.absolute()
     rows = read_prompts(options.prompts)
-    settings, checkpoint = choose_settings(options)
+    with writing_to(folder):
+        settings, checkpoint = choose_settings(options)
+        _draw_into(folder, rows, settings, checkpoint, options)
+
+
+def _draw_into(
+    folder: Path,
+    rows: list[dict],
+    settings: Settings,
+    checkpoint: Checkpoint,
+    options: argparse.Namespace,
+) -> None:
+    """Draw what a folder lacks of these prompts' images."""
     missing = find_missing(folder, rows, settings)
     print(f"{len(rows)} prompts, of which {len(rows) - len(missing)} are drawn already", flush=True)
     if not missing:
@@ -546,8 +582,9 @@ def draw_missing(options: argparse.Namespace) -> None:
         # These, or there are no images yet.
         content = json.dumps(settings.texts(), indent=1) + "\n"
         write_whole(folder / SETTINGS_FILE, content.encode())
-        for _ in draw_rows(missing, settings, write, **plan).iter_batches(batch_size=None):
-            pass
+        with ending_as_ctrl_c():  # importing Ray has set what happens instead
+            for _ in draw_rows(missing, settings, write, **plan).iter_batches(batch_size=None):
+                pass
     except Exception as error:
         left = len(find_missing(folder, rows, settings))
         raise RuntimeError(

@@ -12,9 +12,9 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from course import sd
-from course.commands import make_parser, run
-from course.convert import DTYPES
-from course.model.files import stored_dtypes
+from course.commands import check_room, finite, make_parser, run, writing_to
+from course.convert import DTYPES, saved_size
+from course.model.files import read_safetensors, stored_dtypes
 from course.model.lora import merge
 from course.sd.lora import read_lora
 from course.sd.words import word_file
@@ -27,16 +27,24 @@ def file_and_scale(argument: str) -> tuple[Path, float]:
     if not equals:
         return Path(argument), 1.0
     try:
-        return Path(file), float(scale)
-    except ValueError:
+        return Path(file), finite(scale)
+    except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(
-            f"the scale of {file} is {scale!r}: give a number, as {file}=0.8"
+            f"the scale of {file} is {scale!r}: give a finite number, as {file}=0.8"
         ) from None
 
 
 def build_in(options: argparse.Namespace) -> None:
     """Do what the command does."""
+    for file, _ in options.loras:
+        read_safetensors(file)  # its header, as a model takes long
     source = find_model(options.source, variant=options.variant)
+    with writing_to(options.folder):
+        _build_into(options.folder, source, options)
+
+
+def _build_into(folder: Path, source: Path, options: argparse.Namespace) -> None:
+    """Write the model with the LoRA files in it."""
     params, config, _ = sd.load(source, variant=options.variant)
     for file, scale in options.loras:
         lora = read_lora(file, params, config)
@@ -52,8 +60,9 @@ def build_in(options: argparse.Namespace) -> None:
         dtype = jnp.dtype(options.dtype)
     else:
         dtype = stored_dtypes(source, params, options.variant)
-    sd.save(params, source, options.folder, dtype)
-    print(f"Wrote {options.folder}.")
+    check_room(folder, saved_size(params, dtype))
+    sd.save(params, source, folder, dtype)
+    print(f"Wrote {folder}.")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import re
 import statistics
 import sys
 import time
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course import sd
-from course.commands import make_parser, run
+from course.commands import make_parser, run, write_whole, writing_to
 from course.tpu.chips import CHIPS
 from course.tpu.compiler import versions
 from course.tpu.pieces import load_config
@@ -164,15 +165,26 @@ def measured_runs() -> list[Measured]:
     return [read_measured(file) for file in files]
 
 
+def file_name(measured: Measured) -> str:
+    """Return what the file of a measurement is called; of a model's path, its last name counts."""
+    name = f"{Path(measured.model).name}-{measured.device_kind}-{measured.attention}"
+    return f"{re.sub(r'[^a-z0-9.]+', '-', name.lower())}-{measured.date}.json"
+
+
 def write_measured(options: argparse.Namespace) -> None:
     """Do what the command does."""
     choices = vars(options)
-    folder = choices.pop("to")
-    measured = measure(**choices)
-    name = f"{measured.model}-{measured.device_kind}-{measured.attention}-{measured.date}"
-    file = folder / f"{name.replace(' ', '-').lower()}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(dataclasses.asdict(measured), indent=1) + "\n", encoding="utf-8")
+    to = choices.pop("to")
+    folder = to.parent if to.suffix == ".json" else to
+    with writing_to(folder):
+        measured = measure(**choices)
+        file = to if to.suffix == ".json" else folder / file_name(measured)
+        content = json.dumps(dataclasses.asdict(measured), indent=1) + "\n"
+        try:
+            write_whole(file, content.encode())
+        except RuntimeError:  # what was measured must not be lost
+            print(content)
+            raise
     print(
         f"{measured.model}, {measured.steps} steps, batch {measured.batch}, on "
         f"{measured.device_kind}: {measured.steady:.3g} s."
@@ -194,7 +206,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, help="in pixels; by default as in training")
     parser.add_argument("--attention", default="plain", help=", ".join(sd.ATTENTION))
     parser.add_argument(
-        "--to", type=Path, default=Path(), help="the folder for the file (this one)"
+        "--to",
+        type=Path,
+        default=Path(),
+        help="the folder for the file (this one), or NAME.json",
     )
     return run(parser, write_measured, arguments)
 

@@ -8,6 +8,7 @@ import jax
 import psutil
 
 DEVICES_VARIABLE = "TUTORIAL_DEVICES"
+MOST_DEVICES = 1024  # JAX starts several threads for each
 
 # What to do, by what find_runtime returns.
 _ADVICE = {
@@ -45,12 +46,12 @@ def simulate_devices(n: int = 8) -> None:
     Parameters
     ----------
     n : int
-        How many devices, 1 or more.
+        How many devices, from 1 to 1024.
 
     Raises
     ------
     ValueError
-        If the number is not a whole number of at least 1.
+        If it is no whole number from 1 to 1024.
     RuntimeError
         If JAX has already started with a different number; it reads the option only once.
 
@@ -62,10 +63,10 @@ def simulate_devices(n: int = 8) -> None:
         source, wanted = DEVICES_VARIABLE, os.environ[DEVICES_VARIABLE]
     else:
         source, wanted = "n", n
-    if not str(wanted).isdecimal() or int(wanted) < 1:
+    if not str(wanted).isdecimal() or not 1 <= int(wanted) <= MOST_DEVICES:
         raise ValueError(
-            f"{source} is {wanted!r}, but the number of devices must be a whole number of at "
-            "least 1."
+            f"{source} is {wanted!r}, but the number of devices must be a whole number from 1 to "
+            f"{MOST_DEVICES}."
         )
     count = int(wanted)
     try:

@@ -56,7 +56,7 @@ def image_grid(
         height, width, 3), of any float dtype with values from 0 to 1, or uint8; or a list of PIL
         images of one size. Device by device, the images fill the grid row by row.
     columns : int, optional
-        How many images a row holds; by default four, which can still be read on a page.
+        How many images a row holds at most; by default four, which can still be read on a page.
     captions : sequence of str, optional
         One for each image; long ones are wrapped. Chinese ones are drawn in a font of the system;
         where it has none, a warning says so, and boxes stand for the signs.
@@ -88,6 +88,8 @@ def image_grid(
         columns = min(4, count)
     if columns < 1:
         raise ValueError(f"A grid of {columns} columns holds no images: give at least 1.")
+
+    columns = min(columns, count)
 
     width, height = tiles[0].size
     resampling = Image.Resampling.NEAREST
@@ -174,9 +176,9 @@ def wrapped(text: str, font: ImageFont.FreeTypeFont, width: int) -> str:
             line = ""
         line = (line + piece).lstrip()
         while font.getlength(line) > width:  # a word that is longer than a line
-            fits = len(line) - 1
-            while font.getlength(line[:fits]) > width:
-                fits -= 1
+            fits = 1
+            while font.getlength(line[: fits + 1]) <= width:
+                fits += 1
             lines.append(line[:fits])
             line = line[fits:]
     return "\n".join([*lines, line.rstrip()])

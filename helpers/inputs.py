@@ -7,20 +7,44 @@ from typing import Any
 import jax
 import numpy as np
 
+LARGEST_SEED = 2**32 - 1  # of a larger one, JAX takes the last 32 bits
+
+# What web interfaces make something else of: (red:1.4) and [red:blue:0.5], BREAK, <lora:name:0.8>.
+OTHER_SYNTAX = re.compile(
+    r"[(\[][^()\[\]]*[^\W\d]\s*:\s*-?(?:\d(?:\.\d*)?|\.\d+)\s*[)\]]|\bBREAK\b"
+    r"|<(?:lora|lyco|hypernet):[^>]*>"
+)
+
+
+def check_seed(seed: int) -> int:
+    """Return a seed as an ``int``, if a key can be made of it.
+
+    Raises
+    ------
+    TypeError
+        If it is no whole number.
+    ValueError
+        If it has more than 32 bits, or is below 0.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"The seed is {seed!r}: give a whole number.")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"The seed is {seed}: give a whole number from 0 to {LARGEST_SEED}.")
+    return int(seed)
+
 
 def create_key(seed: int = 0) -> jax.Array:
     """Make the random key that everything random in an image follows from.
 
-    Builds on ``jax.random.key``: a typed key, scalar, of dtype ``key<fry>``.
+    Builds on ``jax.random.key``: a typed key, scalar, of dtype ``key<fry>``. Seeds are whole
+    numbers from 0 to 4294967295, and each gives a different key.
 
     Examples
     --------
     >>> create_key(0).shape
     ()
     """
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"The seed is {seed!r}: give a whole number.")
-    return jax.random.key(int(seed))
+    return jax.random.key(check_seed(seed))
 
 
 def split_keys(key: jax.Array, n: int | None = None) -> jax.Array:
@@ -94,8 +118,9 @@ def prepare_prompts(pipeline: Any, prompts: str | list[str]) -> np.ndarray:
     Warns
     -----
     UserWarning
-        If a prompt is longer than the text encoder reads, with what is cut off; and, with a bundled
-        checkpoint, if it has words that the checkpoint never saw.
+        If a prompt is longer than the text encoder reads, with what is cut off; if it has what only
+        other programs understand; and, with a bundled checkpoint, if it has words that the
+        checkpoint never saw.
     """
     devices = jax.device_count()
     if isinstance(prompts, str):
@@ -131,6 +156,9 @@ def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
         warnings.warn(
             f"A prompt has {len(tokens)} tokens, and {room} are read: not {lost!r}.", stacklevel=3
         )
+    sentence = say_what_is_plain_text(prompt)
+    if sentence:
+        warnings.warn(sentence, stacklevel=3)
     # The tokenizers of the bundled checkpoints list the words that captions in training had.
     known = tokenizer.init_kwargs.get("caption_words")
     if known is None:
@@ -138,6 +166,23 @@ def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
     sentence = say_what_is_unknown(prompt, known)
     if sentence:
         warnings.warn(f"{sentence} It knows these words: {', '.join(known)}.", stacklevel=3)
+
+
+def say_what_is_plain_text(text: str, prompt: str = "A prompt") -> str | None:
+    """Return a sentence on what in a prompt has a meaning in other programs only, if any has.
+
+    ``course.model.tokens`` has the same for its tokenizers, as a model imports none of this.
+
+    >>> say_what_is_plain_text("a (red:1.4) heart")[:57]
+    "A prompt has '(red:1.4)', which is read as plain text: we"
+    """
+    found = OTHER_SYNTAX.search(text)
+    if not found:
+        return None
+    return (
+        f"{prompt} has {found[0]!r}, which is read as plain text: weights, BREAK and <lora:…> are "
+        "for other programs. Leave them out, and build a LoRA in by course.lora."
+    )
 
 
 def say_what_is_unknown(prompt: str, known: list[str]) -> str | None:

@@ -1,4 +1,11 @@
-"""How the commands end: exit statuses, and sentences on stderr."""
+"""What the commands take, where they write, and how they end: with sentences on stderr."""
+
+import argparse
+import errno
+import os
+import signal
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -24,6 +31,12 @@ def raising(error):
     [
         (ValueError("A number\nis wrong: take another."), 1, "A number is wrong: take another.\n"),
         (OSError("The disk is full."), 1, "The disk is full.\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "out/a.json"),
+            1,
+            "out/a.json cannot be written or read (No space left on device): make room, and start "
+            "the same again.\n",
+        ),
         (ImportError("Ray is not installed."), 1, "Ray is not installed.\n"),
         (RuntimeError("There is no such model."), 1, "There is no such model.\n"),
         (KeyboardInterrupt(), 130, "Stopped: start it again.\n"),
@@ -45,7 +58,63 @@ def test_a_command_that_works_ends_with_0_or_with_a_status_of_its_own():
     assert run(lambda options: 3) == 3
 
 
-def test_a_number_below_1_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run(lambda options: None, "--count", "0")
-    assert "argument --count: 0 is too small: give at least 1" in capsys.readouterr().err
+@pytest.mark.parametrize("text", ["nan", "inf", "-1e999", "1e39"])
+def test_a_number_that_float32_does_not_hold_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is no finite number"):
+        commands.finite(text)
+    assert commands.finite("-3e38") == -3e38
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking them.")
+def test_a_process_that_is_told_to_end_says_what_to_do(name, capsys):
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    assert run(lambda options: os.kill(os.getpid(), number)) == 130
+    assert capsys.readouterr().err == "Stopped: start it again.\n"
+    assert signal.getsignal(number) == before
+
+
+def test_a_command_whose_output_nobody_reads_says_what_to_do():
+    code = (
+        "from course import commands\n"
+        "parser = commands.make_parser('course.example', '')\n"
+        "function = lambda options: print('a line\\n' * 10**5)\n"
+        "raise SystemExit(commands.run(parser, function, interrupted='Start it again.'))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert (process.stderr.read(), process.wait()) == ("Start it again.\n", 130)
+    process.stderr.close()
+
+
+# Where they write.
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    pytest.importorskip("fcntl", reason="Windows has no such locks.")
+    other = commands.writing_to(tmp_path)
+    with (
+        commands.writing_to(tmp_path),
+        pytest.raises(RuntimeError, match=r"Another run is writing to .*: wait until it ends"),
+    ):
+        other.__enter__()
+    with commands.writing_to(tmp_path):  # which is free again
+        pass
+
+
+def test_a_folder_goes_again_if_nothing_was_written(tmp_path):
+    for name, is_written in (("empty", False), ("full", True)):
+        with commands.writing_to(tmp_path / name):
+            if is_written:
+                (tmp_path / name / "file").touch()
+        assert (tmp_path / name).exists() == is_written
+
+
+def test_too_little_room_is_found_before_writing(tmp_path):
+    commands.check_room(tmp_path, 1)
+    with pytest.raises(RuntimeError, match=r"needs 1000000000\.0 MB, .* make room"):
+        commands.check_room(tmp_path, 10**15)

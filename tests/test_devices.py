@@ -28,9 +28,10 @@ def test_what_is_not_a_number_of_devices_is_refused(wanted):
         helpers.simulate_devices(wanted)
 
 
-def test_a_wrong_environment_variable_is_named(monkeypatch):
-    monkeypatch.setenv("TUTORIAL_DEVICES", "eight")
-    with pytest.raises(ValueError, match="TUTORIAL_DEVICES is 'eight'"):
+@pytest.mark.parametrize("number", ["eight", "100000"])
+def test_a_wrong_environment_variable_is_named(monkeypatch, number):
+    monkeypatch.setenv("TUTORIAL_DEVICES", number)
+    with pytest.raises(ValueError, match=f"TUTORIAL_DEVICES is '{number}', .* from 1 to 1024"):
         helpers.simulate_devices()
 
 

@@ -140,14 +140,42 @@ def test_without_ray_the_command_says_how_to_get_it(prompts, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("contents", "message"),
-    [(None, "cannot be read"), (b"\n  \n", "no prompts in"), (b"a caf\xe9", "cannot be read")],
+    ("name", "contents", "message"),
+    [
+        ("prompts.txt", None, "cannot be read"),
+        ("prompts.txt", b"\n  \n", "no prompts in"),
+        ("prompts.txt", b"a caf\xe9", "cannot be read"),
+        (
+            "prompts.csv",
+            b"text,seed\na red heart,1\n",
+            r"columns are \['text', 'seed'\], and none is",
+        ),
+        ("prompts.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', "line 2 has no key 'prompt'"),
+        ("prompts.jsonl", b"a red heart\n", "cannot be read"),
+        ("prompts.json", b'["a red heart"]', r"\.json is not read, so save them as \.txt"),
+    ],
 )
-def test_prompts_that_cannot_be_had_are_refused(tmp_path, contents, message):
+def test_prompts_that_cannot_be_had_are_refused(tmp_path, name, contents, message):
     if contents is not None:
-        (tmp_path / "prompts.txt").write_bytes(contents)
+        (tmp_path / name).write_bytes(contents)
     with pytest.raises(RuntimeError, match=message):
-        draw.read_prompts(tmp_path / "prompts.txt")
+        draw.read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        ("prompts.csv", 'seed,prompt\n1,"a red heart, large"\n2,\n3,a blue star\n'),
+        ("prompts.TSV", "prompt\tseed\na red heart, large\t1\n\t2\na blue star\t3\n"),
+        ("prompts.jsonl", '{"prompt": "a red heart, large"}\n\n{"prompt": "a blue star"}\n'),
+    ],
+)
+def test_prompts_come_from_a_column_or_a_key(tmp_path, name, contents):
+    (tmp_path / name).write_text(contents)
+    assert draw.read_prompts(tmp_path / name) == [
+        {"number": 0, "prompt": "a red heart, large"},
+        {"number": 2, "prompt": "a blue star"},
+    ]
 
 
 def test_prompts_come_from_parquet_as_well(tmp_path):
@@ -174,7 +202,7 @@ def test_prompts_come_from_parquet_as_well(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(prompts, capsys):
     assert draw.main([str(prompts), str(prompts / "out")]) == 1
-    assert "Images cannot be written to" in capsys.readouterr().err
+    assert "out cannot be written (Not a directory): make room, or give" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, monkeypatch):
@@ -182,7 +210,10 @@ def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, monkeypa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fill)
-    with pytest.raises(RuntimeError, match=r"7\.png cannot be written \(No space left on device\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"7\.png cannot be written .*\(No space left on device\): make room",
+    ):
         draw.write_whole(tmp_path / "7.png", b"an image")
     assert list(tmp_path.iterdir()) == []
 
@@ -239,10 +270,27 @@ def test_an_image_of_another_seed_is_none_of_a_folders_own(tmp_path):
         draw.find_missing(tmp_path, rows, settings)
 
 
-def test_a_batch_of_nothing_is_refused(prompts, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("option", "value", "sentence"),
+    [
+        ("--batch", "0", "argument --batch: 0 is too small: give at least 1"),
+        ("--steps", "3000000000", "argument --steps: 3000000000 is too large: give less than"),
+        ("--guidance", "nan", "argument --guidance: nan is no finite number of 32 bits: give one"),
+        ("--patience", "1e39", "argument --patience: 1e39 is no finite number of 32 bits"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(prompts, tmp_path, capsys, option, value, sentence):
     with pytest.raises(SystemExit, match="2"):
-        draw.main([str(prompts), str(tmp_path), "--batch", "0"])
-    assert "argument --batch: 0 is too small: give at least 1" in capsys.readouterr().err
+        draw.main([str(prompts), str(tmp_path), option, value])
+    assert sentence in capsys.readouterr().err
+
+
+def test_settings_have_the_seeds_that_make_keys_of_their_own():
+    assert draw.Settings("shapes-sd", seed=2**32 - 1).seed == 2**32 - 1
+    with pytest.raises(ValueError, match=r"The seed is 4294967296: give .* to 4294967295"):
+        draw.Settings("shapes-sd", seed=2**32)
+    with pytest.raises(ValueError, match="The guidance is nan: give a finite number"):
+        draw.Settings("shapes-sd", guidance=float("nan"))
 
 
 def test_a_key_follows_from_the_seed_and_the_number_alone():

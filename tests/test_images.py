@@ -100,6 +100,7 @@ def test_a_caption_without_a_font_is_drawn_in_boxes_with_a_warning(monkeypatch):
     [
         ("a medium orange triangle on a yellow\nbackground", 2),
         ("medium" * 10, 3),
+        ("a" * 5000, 193),
         ("黄色背景上的，橙色三角形。" * 4, 2),
     ],
 )
@@ -151,6 +152,10 @@ def test_no_images_are_refused(nothing):
 def test_images_of_different_sizes_are_refused():
     with pytest.raises(ValueError, match=r"different sizes, \[\(8, 8\), \(9, 9\)\]"):
         image_grid([Image.new("RGB", (8, 8)), Image.new("RGB", (9, 9))])
+
+
+def test_a_grid_is_no_wider_than_its_images():
+    assert image_grid(image(), columns=10**6).size == image_grid(image()).size
 
 
 def test_a_grid_without_columns_is_refused():

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from helpers import create_key, prepare_prompts, split_keys
+from course.model import tokens
+from helpers import create_key, inputs, prepare_prompts, split_keys
 
 
 def test_the_same_seed_gives_the_same_keys():
@@ -27,6 +28,37 @@ def test_there_is_one_key_for_each_device():
 def test_a_seed_that_is_no_whole_number_is_refused(seed):
     with pytest.raises(TypeError, match="whole number"):
         create_key(seed)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**64])
+def test_a_seed_that_a_key_would_cut_is_refused_with_the_range(seed):
+    with pytest.raises(ValueError, match=f"is {seed}: give a whole number from 0 to 4294967295"):
+        create_key(seed)
+    assert create_key(2**32 - 1) != create_key(0)
+
+
+SYNTAX = {
+    "a (red:1.4) heart": "(red:1.4)",
+    "a [red:blue:0.5] heart": "[red:blue:0.5]",
+    "a red BREAK heart": "BREAK",
+    "a heart <lora:oil:0.8>": "<lora:oil:0.8>",
+    "a heart (or two) at 8:30, breaking [news]": None,
+    "a clock (8:3)": None,
+}
+
+
+@pytest.mark.parametrize("prompt", SYNTAX)
+def test_what_only_other_programs_understand_is_noticed(prompt):
+    """In the pipelines' prompts and in those of the model's own tokenizers alike."""
+    found = inputs.say_what_is_plain_text(prompt)
+    assert found == tokens.say_what_is_plain_text(prompt)
+    if SYNTAX[prompt] is None:
+        assert found is None
+        tokens.check_prompts([prompt])
+        return
+    assert found.startswith(f"A prompt has {SYNTAX[prompt]!r}, which is read as plain text")
+    with pytest.warns(UserWarning, match="which is read as plain text"):
+        tokens.check_prompts([prompt])
 
 
 def test_what_is_no_key_is_refused():

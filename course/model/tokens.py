@@ -1,5 +1,6 @@
 """From prompts to token ids: what the tokenizers of all models have in common."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,34 @@ import tokenizers
 
 from course.model.files import read_json
 
+# What web interfaces make something else of: (red:1.4) and [red:blue:0.5], BREAK, <lora:name:0.8>.
+OTHER_SYNTAX = re.compile(
+    r"[(\[][^()\[\]]*[^\W\d]\s*:\s*-?(?:\d(?:\.\d*)?|\.\d+)\s*[)\]]|\bBREAK\b"
+    r"|<(?:lora|lyco|hypernet):[^>]*>"
+)
+
 
 def check_prompts(prompts: Any) -> None:
-    """Raise ``TypeError`` if there is one string in place of a list of prompts."""
+    """Raise ``TypeError`` unless this is a list of prompts; warn of what others only understand."""
     if isinstance(prompts, str):
         raise TypeError(f"Give a list of prompts: [{prompts!r}]")
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise TypeError(f"A prompt is {prompt!r}: give strings.")
+        sentence = say_what_is_plain_text(prompt)
+        if sentence:
+            warnings.warn(sentence, stacklevel=3)  # whoever called the tokenizer
+
+
+def say_what_is_plain_text(text: str, prompt: str = "A prompt") -> str | None:
+    """Return a sentence on what in a prompt has a meaning in other programs only, if any has."""
+    found = OTHER_SYNTAX.search(text)
+    if not found:
+        return None
+    return (
+        f"{prompt} has {found[0]!r}, which is read as plain text: weights, BREAK and <lora:…> are "
+        "for other programs. Leave them out, and build a LoRA in by course.lora."
+    )
 
 
 def say_what_is_not_read(
