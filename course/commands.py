@@ -50,6 +50,18 @@ def finite(text: str) -> float:
 # Where commands write.
 
 
+def check_writable(folder: Path) -> None:
+    """Make a folder if it is not there; raise ``RuntimeError`` if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))
+    except OSError as error:
+        raise RuntimeError(
+            f"{folder} cannot be written ({error.strerror}): make room, or give a different place."
+        ) from None
+
+
 @contextlib.contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
     """Make sure, before long work, that a folder can be written, and that no other run does.
@@ -63,14 +75,7 @@ def writing_to(folder: Path) -> Iterator[None]:
         If the folder cannot be written, or another run of a command is writing to it.
     """
     is_new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(4096))
-    except OSError as error:
-        raise RuntimeError(
-            f"{folder} cannot be written ({error.strerror}): make room, or give a different place."
-        ) from None
+    check_writable(folder)
     try:
         with locked(folder):
             yield

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course import sd
-from course.commands import make_parser, run, write_whole, writing_to
+from course.commands import check_writable, make_parser, run, write_whole
 from course.tpu.chips import CHIPS
 from course.tpu.compiler import versions
 from course.tpu.pieces import load_config
@@ -176,15 +176,15 @@ def write_measured(options: argparse.Namespace) -> None:
     choices = vars(options)
     to = choices.pop("to")
     folder = to.parent if to.suffix == ".json" else to
-    with writing_to(folder):
-        measured = measure(**choices)
-        file = to if to.suffix == ".json" else folder / file_name(measured)
-        content = json.dumps(dataclasses.asdict(measured), indent=1) + "\n"
-        try:
-            write_whole(file, content.encode())
-        except RuntimeError:  # what was measured must not be lost
-            print(content)
-            raise
+    check_writable(folder)
+    measured = measure(**choices)
+    file = to if to.suffix == ".json" else folder / file_name(measured)
+    content = json.dumps(dataclasses.asdict(measured), indent=1) + "\n"
+    try:
+        write_whole(file, content.encode())
+    except RuntimeError:  # what was measured must not be lost
+        print(content)
+        raise
     print(
         f"{measured.model}, {measured.steps} steps, batch {measured.batch}, on "
         f"{measured.device_kind}: {measured.steady:.3g} s."

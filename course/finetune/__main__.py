@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course import sd
-from course.commands import make_parser, run, writing_to
+from course.commands import check_writable, make_parser, run, writing_to
 from course.finetune.photos import read_folder
 from course.finetune.training import (
     FOR_SD,
@@ -122,7 +122,8 @@ def fine_tune(options: argparse.Namespace) -> None:
     """Do what the command does."""
     check_options(options)
     folder = options.state or options.file.with_suffix(".state")
-    with writing_to(options.file.absolute().parent), writing_to(folder):
+    check_writable(options.file.absolute().parent)
+    with writing_to(folder):
         _train_into(folder, options)
 
 
