@@ -563,7 +563,14 @@ class Saver:
             state=ocp.args.StandardSave(jax.device_get(state)),
             about=ocp.args.JsonSave(self._about),
         )
-        self._manager.save(step, args=args, force=True)
+        try:
+            self._manager.save(step, args=args, force=True)
+        except (OSError, RuntimeError, ValueError) as error:  # as it comes from several libraries
+            reason = str(error).strip().split("\n")[0]
+            raise RuntimeError(
+                f"The state of step {step} cannot be saved ({reason}): make room, and start the "
+                "same again, which goes on from the last state that was saved."
+            ) from None
 
 
 def _shape_and_place(x: jax.Array) -> jax.ShapeDtypeStruct:
