@@ -252,6 +252,25 @@ def count_right(asked: Iterable[dict[str, str | None]], pictures: Iterable[np.nd
     return right
 
 
+def likely_shares(right: np.ndarray, judged: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the smallest and the largest true share that would make a count likely.
+
+    Likely is 19 times of 20. By Wilson (1927), whose intervals stay between 0 and 1.
+
+    Examples
+    --------
+    >>> low, high = likely_shares(93, 96)
+    >>> print(f"{low:.3f} to {high:.3f}")
+    0.912 to 0.989
+    """
+    deviations = 1.96
+    share = np.asarray(right) / judged
+    spread = deviations**2 / judged
+    middle = (share + spread / 2) / (1 + spread)
+    reach = deviations * np.sqrt(share * (1 - share) / judged + spread / 4 / judged) / (1 + spread)
+    return middle - reach, middle + reach
+
+
 def share(values: Iterable[bool]) -> float:
     """Return the share of true values."""
     values = list(values)

@@ -51,6 +51,11 @@ def received_share(kind: str, chips: int) -> float:
     return shares[kind]
 
 
+def received_bytes(exchanges: Iterable[Exchange], chips: int) -> float:
+    """Return how many bytes a chip receives in one step, if so many chips exchange on a ring."""
+    return sum(received_share(each.kind, chips) * each.bytes for each in exchanges)
+
+
 def least_seconds(exchanges: Iterable[Exchange], chip: str, chips: int) -> float:
     """Return the seconds that the links need at least for what one step exchanges.
 
@@ -65,7 +70,7 @@ def least_seconds(exchanges: Iterable[Exchange], chip: str, chips: int) -> float
     """
     seconds = 0.0
     for exchange in exchanges:
-        by_ring = received_share(exchange.kind, chips) * exchange.bytes / (2 * LINKS[chip])
+        by_ring = received_bytes([exchange], chips) / (2 * LINKS[chip])
         if exchange.kind == "all-to-all":
             by_ring = max(by_ring, bisection_seconds(exchange.bytes, chip, chips))
         seconds += by_ring
