@@ -14,7 +14,7 @@ _NAMES = {
     "display": ("show_source", "show_table"),
     "errors": ("show_error",),
     "images": ("image_grid",),
-    "inputs": ("create_key", "prepare_prompts", "split_keys"),
+    "inputs": ("create_key", "prepare_prompts", "split_keys", "warn_about_prompt"),
     "models": ("find_model",),
     "packages": ("quiet_warnings", "require_flax"),
     "places": ("find_data",),

@@ -113,8 +113,9 @@ def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
 
     On a TPU or GPU with enough memory these are the real model's own, for bfloat16. On a CPU, or if
     the Hub cannot be reached, it is the checkpoint that comes with this course. The environment
-    variable ``TUTORIAL_CHECKPOINT`` decides otherwise: the name of a bundled checkpoint, the path
-    of a folder in diffusers' format with Flax weights, or a Hub id, with ``@revision`` if need be.
+    variable ``TUTORIAL_CHECKPOINT`` decides otherwise: the name of a bundled checkpoint, or the
+    word ``bundled`` for the one that the chapter has; the path of a folder in diffusers' format
+    with Flax weights; or a Hub id, with ``@revision`` if need be.
 
     Parameters
     ----------
@@ -149,6 +150,8 @@ def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
             f"There is no model {model!r} in this course: choose one of {', '.join(MODELS)}."
         )
     choice = os.environ.get(CHECKPOINT_VARIABLE)
+    if choice == "bundled":
+        choice = MODELS[model].bundled
     if choice:
         checkpoint = read_checkpoint(choice, safetensors, model)
         print(f"{CHECKPOINT_VARIABLE} is set: using {checkpoint.name}.")

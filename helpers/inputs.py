@@ -97,8 +97,8 @@ def prepare_prompts(pipeline: Any, prompts: str | list[str]) -> np.ndarray:
 
     Parameters
     ----------
-    pipeline : FlaxStableDiffusionPipeline
-        Its tokenizer is used.
+    pipeline : FlaxStableDiffusionPipeline or FlaxStableDiffusionXLPipeline
+        Its tokenizers are used.
     prompts : str or list of str
         One prompt, which every device gets, or a list whose length the number of devices divides;
         device ``d`` gets the ``d``-th share of the list.
@@ -106,7 +106,8 @@ def prepare_prompts(pipeline: Any, prompts: str | list[str]) -> np.ndarray:
     Returns
     -------
     numpy.ndarray
-        Token ids, int32 or int64 of shape (devices, prompts per device, 77).
+        Token ids, int32 or int64 of shape (devices, prompts per device, 77); XL's pipeline, with
+        its two tokenizers, gives (devices, prompts per device, 2, 77).
 
     Raises
     ------
@@ -142,19 +143,23 @@ def prepare_prompts(pipeline: Any, prompts: str | list[str]) -> np.ndarray:
             f"repeat them with [p for p in prompts for _ in range({devices})]."
         )
     for prompt in dict.fromkeys(prompts):
-        warn_about_prompt(pipeline.tokenizer, prompt)
+        warn_about_prompt(pipeline.tokenizer, prompt, stacklevel=3)
     ids = pipeline.prepare_inputs(list(prompts))
-    return ids.reshape(devices, -1, ids.shape[-1])
+    return ids.reshape(devices, -1, *ids.shape[1:])
 
 
-def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
-    """Warn of what the text encoder will not read, and of words unknown to a bundled checkpoint."""
+def warn_about_prompt(tokenizer: Any, prompt: str, stacklevel: int = 2) -> None:
+    """Warn of what the text encoder will not read, and of words unknown to a bundled checkpoint.
+
+    The warning names the line of the caller, or with a higher ``stacklevel`` a caller of that.
+    """
     room = tokenizer.model_max_length - 2  # besides the start token and the end token
     tokens = tokenizer.tokenize(prompt)
     if len(tokens) > room:
         lost = tokenizer.convert_tokens_to_string(tokens[room:]).strip()
         warnings.warn(
-            f"A prompt has {len(tokens)} tokens, and {room} are read: not {lost!r}.", stacklevel=3
+            f"A prompt has {len(tokens)} tokens, and {room} are read: not {lost!r}.",
+            stacklevel=stacklevel,
         )
     sentence = say_what_is_plain_text(prompt)
     if sentence:
@@ -165,7 +170,9 @@ def warn_about_prompt(tokenizer: Any, prompt: str) -> None:
         return
     sentence = say_what_is_unknown(prompt, known)
     if sentence:
-        warnings.warn(f"{sentence} It knows these words: {', '.join(known)}.", stacklevel=3)
+        warnings.warn(
+            f"{sentence} It knows these words: {', '.join(known)}.", stacklevel=stacklevel
+        )
 
 
 def say_what_is_plain_text(text: str, prompt: str = "A prompt") -> str | None:

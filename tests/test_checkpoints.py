@@ -175,6 +175,12 @@ def test_a_bundled_name_is_taken_wherever_it_runs(choose, accelerator, capsys):
     assert capsys.readouterr().out == "TUTORIAL_CHECKPOINT is set: using shapes-sd.\n"
 
 
+def test_the_word_bundled_gives_each_model_its_own(choose, accelerator):
+    accelerator(memory=16)
+    chosen = [choose("bundled", model).name for model in ("sd", "sdxl")]
+    assert chosen == ["shapes-sd", "shapes-sdxl"]
+
+
 def test_a_folder_is_taken(choose):
     folder = helpers.bundled_checkpoint("shapes-sdxl").source
     assert choose(folder, "sdxl").source == folder
