@@ -17,6 +17,7 @@ BINDER = 2 * 2**30 - 256 * 2**20
 PRINTED = {
     "02_bf16_loading": [
         r"asked for bfloat16, stored in \{'float32'\}$",
+        r"asked for float32 and stored in \{'bfloat16'\}$",
         r"stored in \{'bfloat16'\} and ",
         r"100% of the values are not a number$",
         r"the text encoder of the bfloat16 pipeline returns float32$",
@@ -33,7 +34,6 @@ PRINTED = {
         ),
         r"fewer steps: [1-9]\d* program\(s\) compiled$",
         r"largest difference: 0\.[0-4]\d+ of 255$",
-        r"Meant to fail\. IndexError",
     ],
     "05_manual_pmap": [
         r"largest difference: 0\.0$",
@@ -42,7 +42,6 @@ PRINTED = {
         r"0 programs compiled$",
     ],
     "07_sdxl_aot": [
-        r"noise level 0\.0 gives nan$",
         r"largest difference from jit=True: 0\.0$",
         r"the same images: True$",
         r"\.common\.alphas_cumprod gives NaN$",

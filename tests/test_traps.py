@@ -40,6 +40,24 @@ def test_a_long_prompt_is_cut_without_a_word(pipeline, recwarn):
     assert not recwarn.list
 
 
+def test_with_two_images_on_each_device_a_flag_is_taken_for_a_device(pipeline, inputs, monkeypatch):
+    def flag_the_last(images, params, jit):
+        return images, [False] * (len(images) - 1) + [True]
+
+    ids, p_params, keys = inputs
+    monkeypatch.setattr(pipeline, "safety_checker", "stand-in")
+    monkeypatch.setattr(pipeline, "_run_safety_checker", flag_the_last)
+    with pytest.raises(IndexError):
+        pipeline(
+            ids.repeat(2, axis=1),
+            p_params | {"safety_checker": {}},
+            keys,
+            jit=True,
+            guidance_scale=3.0,
+            **FEW,
+        )
+
+
 def test_pndm_leaves_out_its_last_step():
     scheduler = FlaxPNDMScheduler(skip_prk_steps=True)
     state = scheduler.set_timesteps(scheduler.create_state(), 20, shape=(1, 4, 8, 8))
