@@ -121,7 +121,7 @@ set-repo: .venv/installed  ## write where the course lives wherever it is named 
 	@$(BIN)/python -m lab.site.set_repo $(REPO)
 
 tpu-report: .venv/installed  ## ask the TPU compiler about the real models (many hours; resumable; ARGS='--minutes 60')
-	@$(BIN)/python -m benchmarks.record_tpu $(ARGS)
+	@$(BIN)/python -m lab.record ask/programs $(ARGS)
 
 clean:  ## remove what these commands made
 	rm -rf .venv build dist

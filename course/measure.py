@@ -1,7 +1,7 @@
 """Run the model on the hardware that is here, and write down how long it took.
 
 ``python -m course.measure`` starts it. The time does not depend on what the weights are, so those
-of a real model are made up, and nothing is downloaded. The files in ``benchmarks/measured`` come
+of a real model are made up, and nothing is downloaded. The files in ``lab/records/measured`` come
 from this command; chapter 12 shows each beside what the TPU compiler says.
 """
 
@@ -153,15 +153,15 @@ def measure(
 
 
 def read_measured(file: Path) -> Measured:
-    """Read a file of ``benchmarks/measured``; a TypeError if its fields are not these."""
+    """Read a file of ``lab/records/measured``; a TypeError if its fields are not these."""
     content = json.loads(file.read_text(encoding="utf-8"))
     content["seconds"] = tuple(content["seconds"])
     return Measured(**content)
 
 
 def measured_runs() -> list[Measured]:
-    """Read what is in ``benchmarks/measured``."""
-    files = sorted(find_data("benchmarks/measured").glob("*.json"))
+    """Read what is in ``lab/records/measured``."""
+    files = sorted(find_data("lab/records/measured").glob("*.json"))
     return [read_measured(file) for file in files]
 
 
@@ -189,7 +189,7 @@ def write_measured(options: argparse.Namespace) -> None:
         f"{measured.model}, {measured.steps} steps, batch {measured.batch}, on "
         f"{measured.device_kind}: {measured.steady:.3g} s."
     )
-    print(f"Written to {file}. A pull request that adds it to benchmarks/measured is welcome.")
+    print(f"Written to {file}. A pull request that adds it to lab/records/measured is welcome.")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -17,7 +17,7 @@ _NAMES = {
     "inputs": ("create_key", "prepare_prompts", "split_keys", "warn_about_prompt"),
     "models": ("find_model",),
     "packages": ("quiet_warnings", "require_flax"),
-    "places": ("find_data",),
+    "places": ("find_data", "read_record"),
     "scripts": ("run_simulated", "run_together"),
     "startup": ("start",),
     "timing": ("Timing", "count_compilations", "time_calls"),

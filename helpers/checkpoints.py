@@ -381,12 +381,12 @@ def _suitable_settings(folder: Path, model: str) -> tuple[int, int, float]:
         pixels = vae["sample_size"]
         if read_index(folder).get("is_distilled"):
             return pixels, 4, 1.0
-        if pixels < 256:  # benchmarks/flow.json
+        if pixels < 256:  # lab/records/score/flux2.json
             return pixels, 8, 3.0
         return pixels, 50, 4.0
     # Every block of the VAE but the last halves the height and the width.
     pixels = read_part("unet")["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
-    if pixels < 256:  # more steps get no more images right: benchmarks/steps.json
+    if pixels < 256:  # more steps get no more images right: lab/records/score/sd.json
         return pixels, 15, 3.0
     if model == "sdxl":
         return pixels, 25, 5.0

@@ -51,7 +51,7 @@ MODELS = {
         bundled="shapes-flux2",
         hub_id="black-forest-labs/FLUX.2-klein-4B",
         revision="main",
-        memory=15,  # benchmarks/flux2.json
+        memory=15,  # lab/records/ask/flux2.json
         # A GPU's compiler keeps the scores of attention in memory: 24 heads of 8,704 x 8,704 tokens
         # in an edit, in float32 and again in bfloat16.
         gpu_memory=26,

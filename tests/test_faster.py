@@ -1,7 +1,6 @@
 """What makes the model faster: guidance in halves and left out, and runs that are measured."""
 
 import functools
-import json
 from pathlib import Path
 
 import jax
@@ -11,12 +10,14 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import record_cpu, record_steps
 from course import measure, sd
 from course.sd import pipeline
 from course.sd.samplers import SAMPLERS
 from course.tpu import Times
 from course.tpu.pieces import load_config
+from helpers import read_record
+from lab.clock import cpu
+from lab.score import sd as scores
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = sd.Config(
@@ -113,7 +114,7 @@ def test_guidance_is_left_out_below_a_timestep(small, inputs, late):
 )
 def test_a_threshold_leaves_guidance_out_of_so_many_steps(sampler, steps, unguided):
     schedule = load_config("shapes-sd").schedule
-    below = record_steps.find_threshold(schedule, sampler, steps, unguided)
+    below = scores.find_threshold(schedule, sampler, steps, unguided)
     timesteps = [
         SAMPLERS[sampler].point(schedule, jnp.int32(steps), jnp.int32(i)).timestep
         for i in range(steps)
@@ -124,32 +125,33 @@ def test_a_threshold_leaves_guidance_out_of_so_many_steps(sampler, steps, unguid
 
 
 def test_every_setting_is_scored():
-    record = json.loads(record_steps.TARGET.read_text())
-    names = ("checkpoint", "sampler", "steps", "unguided")
-    scored = [{name: row[name] for name in names} for row in record["rows"]]
-    assert sorted(scored, key=str) == sorted(record_steps.settings(), key=str)
-    assert all(0 <= row["right"] <= record["pictures"] for row in record["rows"])
+    rows = read_record("score/sd")
+    scored = [row["question"] for row in rows]
+    assert all(question in scored for question in scores.questions(rows))
+    assert all(question in scores.questions(rows) for question in scored)
+    assert all(0 <= row["answer"]["right"] <= row["answer"]["pictures"] for row in rows)
 
 
 def test_the_best_setting_is_the_least_work_at_an_equal_score():
-    rows = [
+    rows = []
+    for sampler, steps, unguided, right in (
         ("ddim", 30, 0, 90),
         ("ddim", 8, 0, 90),
         ("ddim", 8, 1, 89),
         ("ddim", 8, 2, 88),
         ("dpm++", 4, 0, 70),
-    ]
-    names = ("checkpoint", "sampler", "steps", "unguided", "right")
-    record = {
-        "pictures": 100,
-        "rows": [dict(zip(names, ("shapes-sd", *row), strict=True)) for row in rows],
-    }
-    assert record_steps.find_best(record) == record["rows"][2]
+    ):
+        setting = {"sampler": sampler, "steps": steps, "unguided": unguided}
+        answer = {"right": right, "pictures": 100}
+        rows.append({"question": scores.USUAL | setting, "answer": answer})
+    in_int8 = rows[3]["question"] | {"weights": "int8"}
+    rows.append({"question": in_int8, "answer": {"right": 99, "pictures": 100}})
+    assert scores.find_best(rows) == rows[2]
 
 
 def test_the_weights_for_pytorch_are_the_bundled_ones(tmp_path):
     source = ROOT / "checkpoints" / "shapes-sd"
-    record_cpu.write_for_pytorch(source, tmp_path)
+    cpu.write_for_pytorch(source, tmp_path)
     params, config, _ = sd.load(tmp_path)
     expected, expected_config, _ = sd.load(source)
     assert config == expected_config

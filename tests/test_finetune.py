@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec as P
 from PIL import EpsImagePlugin, Image
 from safetensors.numpy import load_file, save_file
 
-from benchmarks import record_finetune
 from course import sd
 from course.finetune import photos, training
 from course.finetune.__main__ import main
@@ -32,7 +31,8 @@ from course.model import files
 from course.model.lora import merge
 from course.sd import lora, words
 from course.shapes import judge, scenes
-from helpers import bundled_checkpoint
+from helpers import bundled_checkpoint, read_record
+from lab.score import finetune as scores
 
 SOURCE = Path(bundled_checkpoint("shapes-sd").source)
 SHIPPED = SOURCE.parent / "taught" / "bowtie.safetensors"
@@ -561,22 +561,21 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 
 
 def test_the_shipped_lora_draws_bow_ties_and_forgets_nothing():
-    """A few of the images of ``benchmarks/finetune.json``, far below its scores."""
-    few = {kind: captions[:8] for kind, captions in record_finetune.KINDS.items()}
-    found = record_finetune.score(record_finetune.read_images(SHIPPED, few), few)
+    """A few of the images of the record ``score/finetune``, far below its scores."""
+    few = {kind: captions[:8] for kind, captions in scores.KINDS.items()}
+    found = scores.score(scores.read_images(SHIPPED, few), few)
     assert min(found.values()) >= 0.5, found
     assert SHIPPED.stat().st_size + words.word_file(SHIPPED).stat().st_size <= 1.5e6
 
 
 def test_the_record_has_every_seed_and_keeps_what_the_course_promises():
-    record = json.loads(record_finetune.TARGET.read_text(encoding="utf-8"))
-    assert record["options"] == record_finetune.OPTIONS
-    for way in record_finetune.WAYS:
-        assert [run["seed"] for run in record[way]] == list(range(record_finetune.SEEDS))
-    for rehearsed, forgetful in zip(*(record[way] for way in record_finetune.WAYS), strict=True):
+    rows = read_record("score/finetune")
+    assert [row["question"] for row in rows] == scores.questions(rows)
+    before, *trained = (row["answer"] for row in rows)
+    for rehearsed, forgetful in zip(trained[::2], trained[1::2], strict=True):
         assert rehearsed["colors of the examples"] >= 0.85
         assert rehearsed["other colors"] >= 0.75
-        assert rehearsed["old captions"] >= round(record["before"]["old captions"] - 0.03, 2)
+        assert rehearsed["old captions"] >= round(before["old captions"] - 0.03, 2)
         assert rehearsed["old captions"] > forgetful["old captions"]
         assert rehearsed["bytes"] <= 1.5e6
 

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import record_flow
 from course import flux2
 from course.shapes import judge, scenes
+from helpers import read_record
+from lab.cards import flux2 as cards
+from lab.record import find_left
+from lab.score import flux2 as scores
 from lab.train import data, flow, tokenizers
 
 RECIPE = flow.Recipe(steps=6, cooldown=3, peak=1e-3, warmup=2, batch=8, edits=2, pool=64, pairs=16)
@@ -101,18 +104,16 @@ def test_times_are_spread_over_all_of_the_distribution():
 
 @pytest.fixture(scope="module")
 def bundled():
-    return flux2.load(record_flow.CHECKPOINT, jnp.float32)
+    return flux2.load(flow.CHECKPOINT, jnp.float32)
 
 
 def test_the_record_and_the_card_are_of_the_bundled_checkpoint():
-    content = record_flow.recorded()
-    assert content, "benchmarks/flow.json is of another checkpoint"
-    card = (record_flow.CHECKPOINT / "README.md").read_text()
-    assert record_flow.tables(content) in card
-    drawn = record_flow.row_of(content, edit=False, **record_flow.USUAL)
-    assert sum(count["right"] for count in content["shapes"].values()) == drawn["right"]
-    assert content["wrong"]["pictures"] == content["pictures"] - drawn["right"]
-    assert content["wrong"]["refused"] == drawn["refused"]
+    left = find_left(scores, read_record("score/flux2"))
+    assert not left, "the record score/flux2 is of another checkpoint"
+    assert cards.tables() in cards.CARD.read_text()
+    drawn = cards.own_score()
+    assert sum(count["right"] for count in drawn["shapes"].values()) == drawn["right"]
+    assert sum(count["asked"] for count in drawn["shapes"].values()) == drawn["pictures"]
 
 
 def test_the_bundled_checkpoint_draws_what_captions_say(bundled):

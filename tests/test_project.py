@@ -95,19 +95,18 @@ def test_the_wheel_carries_the_rooms_that_chapters_import(wheel):
 
 
 def test_the_wheel_carries_the_checkpoints_and_what_was_recorded(wheel):
-    for folder in ("checkpoints", "benchmarks/tpu"):
+    for folder in ("checkpoints", "lab/records"):
         files = {
             file.relative_to(ROOT) for file in tracked_files() if file.is_relative_to(ROOT / folder)
         }
         assert files
         assert all((wheel / "helpers" / "data" / file).is_file() for file in files)
     readers = [*(ROOT / "notebooks").glob("*.ipynb"), *(ROOT / "course").rglob("*.py")]
-    names = {
-        name
-        for file in readers
-        for name in re.findall(r'find_data\(\\?"([^"\\]+)', file.read_text())
-    }
-    assert {"checkpoints", "benchmarks/cpu.json", "benchmarks/tpu"} <= names
+    text = "".join(file.read_text() for file in readers)
+    names = set(re.findall(r'find_data\(\\?"([^"\\]+)', text))
+    for record in re.findall(r'(?:read_record|recorded_splits)\(\\?"([^"\\]+)', text):
+        names.add(f"lab/records/{record}.json")
+    assert {"checkpoints", "lab/records/ask/programs.json", "lab/records/clock/cpu.json"} <= names
     assert [name for name in names if not (wheel / "helpers" / "data" / name).exists()] == []
 
 
@@ -120,7 +119,7 @@ def test_without_the_clone_all_is_found_and_the_judge_needs_no_pytorch(wheel):
         "import helpers\n"
         "from course.shapes import judge, scenes\n"
         "print(helpers.bundled_checkpoint('shapes-sd').source)\n"
-        "print(helpers.find_data('benchmarks/tpu'))\n"
+        "print(len(helpers.read_record('ask/programs')) > 100)\n"
         "print(judge.__file__)"
     )
     command = [sys.executable, "-S", "-c", code, str(wheel)]
@@ -131,14 +130,14 @@ def test_without_the_clone_all_is_found_and_the_judge_needs_no_pytorch(wheel):
     data = wheel / "helpers" / "data"
     places = [
         data / "checkpoints" / "shapes-sd",
-        data / "benchmarks" / "tpu",
+        True,
         wheel / "course" / "shapes" / "judge.py",
     ]
     assert said.split() == [str(place) for place in places]
 
 
 # Who may import whom.
-ROOMS = ("helpers", "course", "lab", "benchmarks", "tests")
+ROOMS = ("helpers", "course", "lab", "tests")
 MAY_IMPORT = {
     "helpers": ("helpers",),
     "course": ("course", "helpers"),

@@ -1,7 +1,5 @@
 """int8 in both models: what is rounded, what is multiplied, and how near the results are."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +7,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import record_int8
 from course import flux2, sd
 from course.model import layers
 from course.model.lora import Pair, attach, merge
 from course.model.parameters import check_parameters
 from course.model.quantize import Quantized, quantize, quantize_weight, round_to_int8
 from course.tpu.products import equations_of
-from helpers import bundled_checkpoint
+from helpers import bundled_checkpoint, read_record
+from lab.ask import int8
 
 
 @pytest.fixture(scope="module")
@@ -141,20 +139,11 @@ def test_layers_that_gain_are_a_few_of_all(model, rounded):
 
 
 def test_in_a_step_only_attention_and_what_stays_wide_is_not_in_int8():
-    counts = {}
-    for weights in ("bfloat16", "int8"):
-        counts[weights] = record_int8.count_operations("shapes-sd", weights)
-    assert counts["int8"]["parameter_bytes"] < 0.8 * counts["bfloat16"]["parameter_bytes"]
-    totals = {}
-    for weights, found in counts.items():
-        totals[weights] = sum(row["operations"] for row in found["products"])
-    assert totals["int8"] == totals["bfloat16"]  # the work is the same
-    by_kind = {}
-    for row in counts["int8"]["products"]:
-        by_kind.setdefault(row["kind"], {})[row["dtype"]] = row["operations"]
-    assert "int8" not in by_kind["attention"]
+    wide, small = (int8.count_operations("shapes-sd", weights) for weights in ("bfloat16", "int8"))
+    assert small.total() == wide.total()  # the work is the same
+    assert ("attention", "int8") not in small
     for kind in ("linear layers", "convolutions"):
-        assert by_kind[kind]["int8"] > 0.9 * sum(by_kind[kind].values())
+        assert small[kind, "int8"] > 0.9 * wide[kind, "bfloat16"]
 
 
 def draw_sd(params, config, tokenize):
@@ -221,10 +210,13 @@ def test_what_is_split_over_devices_stays_split():
 
 
 def test_the_judge_finds_as_many_images_right_in_int8():
-    record = json.loads(record_int8.TARGET.read_text())
-    rows = [row for row in record["pictures"] if row["quantized"] == "all"]
-    assert len(rows) >= 3
-    assert all(abs(row["right"] - row["right_wide"]) <= 2 for row in rows)
+    right = {str(row["question"]): row["answer"]["right"] for row in read_record("score/sd")}
+    settings = [row["question"] for row in read_record("score/sd")]
+    small = [setting for setting in settings if setting["weights"] == "int8"]
+    assert len(small) >= 3
+    for setting in small:
+        wide = setting | {"weights": "float32"}
+        assert abs(right[str(setting)] - right[str(wide)]) <= 2
 
 
 PROGRAM = """\
@@ -258,5 +250,4 @@ ENTRY %main (a: s8[8]) -> s8[8] {
 
 
 def test_the_text_of_a_compiled_program_is_read():
-    assert record_int8.count_dtypes(PROGRAM) == {"bf16 bf16": 2, "s8 s8": 1}
-    assert record_int8.count_cycles(PROGRAM) == {"products": 135, "others": 7}
+    assert int8.count_cycles(PROGRAM) == {"products": 135, "others": 7}

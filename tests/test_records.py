@@ -1,24 +1,30 @@
-"""What the TPU compiler said and was recorded, how it is shown, and the recorders."""
+"""What was recorded, how it is shown, and what records it."""
 
 import dataclasses
-import json
+import importlib
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
-from benchmarks import common, record_tpu
 from course import tpu
 from course.tpu import make_program, records
 from course.tpu.answers import Answer
 from course.tpu.pieces import parameter_bytes, take_piece
 from course.tpu.products import find_products
 from course.tpu.programs import DECODER, PARTS, STEP, WHOLE
-from course.tpu.records import largest_batch, recorded_answers, recorded_times, table_of
+from course.tpu.records import (
+    largest_batch,
+    read_answers,
+    recorded_answers,
+    recorded_times,
+    table_of,
+)
+from helpers import read_record
+from lab import record
+from lab.ask import answer_of, programs
 
-ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 MIB = 2**20
 V5E = tpu.Chip("v5e", 197e12, 820e9, 128 * MIB, int(15.75 * GIB))
@@ -37,10 +43,14 @@ REFUSED = report_of(message="RESOURCE_EXHAUSTED: Ran out of memory\nand more")
 # What was recorded
 
 
-def test_everything_is_recorded():
-    assert record_tpu.find_left(common.FOLDER / "tpu", common.FOLDER / "tpu_pieces.json") == {}
-    stems = {file.stem for file in (common.FOLDER / "tpu").glob("*.json")}
-    assert stems == record_tpu.pipeline_programs().keys()
+@pytest.mark.parametrize("name", record.SUBJECTS)
+def test_everything_is_recorded_and_in_one_form(name):
+    subject = importlib.import_module(f"lab.{name.replace('/', '.')}")
+    rows = read_record(name)
+    assert record.find_left(subject, rows) == {}
+    for row in rows:
+        assert {"question", "answer", "date", "versions"} <= row.keys()
+        assert row.keys() <= record.make_row({}, {}).keys()
 
 
 def test_recorded_parameters_are_those_of_the_configurations():
@@ -50,13 +60,12 @@ def test_recorded_parameters_are_those_of_the_configurations():
             continue
         in_bfloat16 = dataclasses.replace(program, dtype="bfloat16")  # built once for each model
         wider = 2 if program.dtype == "float32" else 1
-        expected = {part: wider * size for part, size in parameter_bytes(in_bfloat16).items()}
-        assert answer.parameter_bytes == expected
+        assert answer.parameters == wider * parameter_bytes(in_bfloat16)
         # The compiler adds inputs, and leaves room around small arrays, of which a small model is
         # made.
         if answer.whole.fits:
             room = 1.5 if program.model.startswith("shapes") else 1.05
-            assert 1 <= answer.whole.memory.arguments / sum(expected.values()) < room
+            assert 1 <= answer.whole.memory.arguments / answer.parameters < room
 
 
 def test_the_parts_of_a_recorded_program_add_up_to_the_whole():
@@ -129,21 +138,20 @@ def test_times_need_all_parts_recorded_and_are_for_any_number_of_steps():
 
 
 @pytest.mark.parametrize("change", ["unknown field", "missing field", "impossible program"])
-def test_what_is_no_answer_is_not_read(tmp_path, change):
-    file = tmp_path / "answers.json"
-    answer = Answer(make_program("shapes-sd"), {WHOLE: ACCEPTED})
-    content = json.loads(json.dumps(dataclasses.asdict(answer)))
-    file.write_text(json.dumps([content]))
-    assert records.read_answers(file) == [answer]
+def test_what_is_no_answer_is_not_read(change):
+    program = make_program("shapes-sd")
+    question = dataclasses.asdict(program) | {"piece": WHOLE}
+    row = record.make_row(question, answer_of(ACCEPTED, parameters=7))
+    row |= {"date": ACCEPTED.date, "versions": ACCEPTED.versions}
+    assert read_answers([row]) == [Answer(program, {WHOLE: ACCEPTED}, parameters=7)]
     if change == "unknown field":
-        content["pieces"][WHOLE]["watts"] = 1
+        row["answer"]["report"]["watts"] = 1
     elif change == "missing field":
-        del content["pieces"][WHOLE]["work"]["flops"]
+        del row["answer"]["report"]["work"]["flops"]
     else:
-        content["program"]["height"] = 63
-    file.write_text(json.dumps([content]))
+        row["question"]["height"] = 63
     with pytest.raises((TypeError, ValueError)):
-        records.read_answers(file)
+        read_answers([row])
 
 
 # Tables
@@ -196,19 +204,18 @@ def answers_for(batches: dict[int, bool]) -> list[Answer]:
     return found
 
 
-@pytest.mark.parametrize("start", [1, 2, 7, 20])
-def test_the_search_finds_the_largest_batch_that_fits(start):
+def test_the_search_finds_the_largest_batch_that_fits():
     for largest in range(41):
         tried = {1: largest >= 1}
         while True:
             answers = answers_for(tried)
-            batch = record_tpu.next_batch(make_program("shapes-sd"), answers, start)
+            batch = programs.next_batch(make_program("shapes-sd"), answers)
             if batch is None:
                 break
             assert batch not in tried
             tried[batch] = batch <= largest
         assert largest_batch(make_program("shapes-sd"), answers) == largest
-        assert len(tried) <= 3 + 2 * math.log2(max(start, largest) + 1)
+        assert len(tried) <= 3 + 2 * math.log2(largest + 1)
 
 
 def test_a_largest_batch_is_confirmed_by_the_next_one():
@@ -220,90 +227,90 @@ def test_a_largest_batch_is_confirmed_by_the_next_one():
     assert largest_batch(make_program("shapes-sd", "v4"), answers_for({1: False})) is None
 
 
-# The recorders
+# The recorder
 
 
-def test_the_most_useful_is_recorded_first(tmp_path):
-    left = list(record_tpu.find_left(tmp_path, tmp_path / "pieces.json"))
-    real = [name for name in left if not name.startswith("shapes")]
-    assert real[:9:4] == [
-        f"{stem}: {WHOLE}" for stem in ("sd-bfloat16-v5e", "sdxl-bfloat16-v5e", "sdxl-bfloat16-v4")
+def test_the_most_useful_is_asked_first():
+    left = [name for name in record.find_left(programs, []) if "shapes" not in name]
+    whole = [name for name in left if name.endswith(WHOLE) and "batch 1," in name]
+    assert [name.split(", ")[:2] for name in whole[:3]] == [
+        ["model sd", "chip v5e"],
+        ["model sdxl", "chip v5e"],
+        ["model sdxl", "chip v4"],
     ]
-    searches = [name for name in left if name.endswith(": largest batch")]
-    assert left[-len(searches) :] == searches
-    assert len(searches) == 12
+    assert [name for name in left if "batch 2," in name] == left[-12:]  # the searches
 
 
-def test_the_recorder_says_what_is_left(capsys, tmp_path):
-    assert record_tpu.main(["--list", "--to", str(tmp_path)]) == 0
-    listed = capsys.readouterr().out.splitlines()
-    assert len(listed) == len(record_tpu.find_left(tmp_path, tmp_path / "pieces.json"))
-    assert record_tpu.main(["--list"]) == 0
+@pytest.fixture
+def empty_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_the_recorder_says_what_is_left(capsys):
+    assert record.main(["ask/programs", "--list"]) == 0
     assert capsys.readouterr().out == "Nothing is left.\n"
-    with pytest.raises(SystemExit):
-        record_tpu.main(["--start", "0"])
-    assert "--start is 0, and has to be 1 or more" in capsys.readouterr().err
 
 
-def test_the_recorder_writes_each_answer_and_goes_on_after_one_that_fails(
-    monkeypatch, capsys, tmp_path
-):
+def test_each_answer_is_written_and_one_that_fails_left_out(monkeypatch, capsys, empty_folder):
     asked = []
 
-    def answer(program, name):
-        asked.append((name, program.batch))
-        if name == STEP:
-            raise jax.errors.JaxRuntimeError("INTERNAL: no such thing")
-        return REFUSED if program.batch > 5 else ACCEPTED
-
     def take_piece(program, name):
-        return SimpleNamespace(ask=lambda chip: answer(program, name))
+        def ask(chip):
+            asked.append((name, program.batch))
+            if name == STEP:
+                raise jax.errors.JaxRuntimeError("INTERNAL: no such thing")
+            return REFUSED if program.batch > 5 else ACCEPTED
 
-    monkeypatch.setattr(record_tpu, "tpu_devices", lambda: None)
-    monkeypatch.setattr(record_tpu, "take_piece", take_piece)
-    assert record_tpu.main(["--only", "sd-float32-v4", "--to", str(tmp_path)]) == 1
+        return SimpleNamespace(ask=ask)
+
+    monkeypatch.setattr(record, "require_compiler", lambda: None)
+    monkeypatch.setattr(programs, "take_piece", take_piece)
+    program = make_program("sd", "v4", dtype="float32")
+    only = "model sd, chip v4"
+    monkeypatch.setattr(programs, "real_pipelines", lambda: [program])
+    monkeypatch.setattr(programs, "other_heads", list)
+    assert record.main(["ask/programs", "--only", only]) == 1
     said = capsys.readouterr().out
-    assert said.endswith(f"Left: 0. Failed: sd-float32-v4: {STEP}.\n")
+    assert said.count("It failed: INTERNAL: no such thing") == 1
+    assert "Failed: model sd, chip v4" in said
     batches = [batch for name, batch in asked if name == WHOLE]
     assert batches == [1, 2, 4, 8, 6, 5]
 
-    (file,) = (tmp_path / "tpu").iterdir()
-    first, *larger = records.read_answers(file)
-    assert first.program == make_program("sd", "v4", dtype="float32")
+    first, *larger = read_answers(record.read_rows("ask/programs"))
+    assert first.program == program
     assert first.pieces.keys() == {WHOLE, *PARTS} - {STEP}
-    assert first.parameter_bytes.keys() == {"text_encoder", "unet", "vae"}
+    assert first.parameters == parameter_bytes(program)
     assert [answer.program.batch for answer in larger] == batches[1:]
-    assert largest_batch(first.program, [first, *larger]) == 5
+    assert largest_batch(program, [first, *larger]) == 5
 
 
-def options_of(*arguments):
-    return common.make_parser("what is recorded").parse_args(arguments)
+def subject_of(*names):
+    return SimpleNamespace(
+        questions=lambda rows: [{"name": name} for name in names],
+        answer=lambda name: {"length": len(name)},
+    )
 
 
-def test_work_goes_on_where_it_stopped_and_stops_when_its_time_is_up(capsys):
-    done = []
+@pytest.mark.usefixtures("empty_folder")
+def test_work_goes_on_where_it_stopped_and_stops_when_its_time_is_up():
+    subject = subject_of("first", "second", "third")
 
-    def find_left():
-        left = {}
-        for name in ("first", "second", "third"):
-            if name not in done:
-                left[name] = lambda name=name: done.append(name)
-        return left
+    def recorded():
+        return [row["question"]["name"] for row in record.read_rows("it")]
 
-    assert common.work_through(find_left, options_of("--minutes", "0")) == 0
-    assert done == []
-    assert capsys.readouterr().out == "Left: 3. Failed: nothing.\n"
-    assert common.work_through(find_left, options_of("--only", "second")) == 0
-    assert done == ["second"]
-    assert common.work_through(find_left, options_of()) == 0
-    assert done == ["second", "first", "third"]
+    record.work_through("it", subject, only="", minutes=0)
+    assert recorded() == []
+    record.work_through("it", subject, only="second", minutes=1)
+    assert recorded() == ["second"]
+    assert record.work_through("it", subject, only="", minutes=1) == []
+    assert recorded() == ["second", "first", "third"]
 
 
-def test_a_record_is_written_whole_or_not_at_all(tmp_path):
-    file = tmp_path / "new" / "record.json"
-    common.write_json(file, [1])
+def test_a_record_is_written_whole_or_not_at_all(empty_folder):
+    record.write_rows("new/it", [{"answer": 1}])
     with pytest.raises(TypeError):
-        common.write_json(file, [object()])
-    assert common.read_json(file, default=None) == [1]
-    assert [path.name for path in file.parent.iterdir()] == ["record.json"]
-    assert common.read_json(tmp_path / "other.json", default=2) == 2
+        record.write_rows("new/it", [object()])
+    assert record.read_rows("new/it") == [{"answer": 1}]
+    assert [path.name for path in (empty_folder / "new").iterdir()] == ["it.json"]
+    assert record.read_rows("other") == []

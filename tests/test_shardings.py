@@ -243,7 +243,7 @@ def test_shard_map_knows_what_varies_with_every_sampler(model, inputs, sampler):
 
 @pytest.fixture(scope="module")
 def splits():
-    return recorded_splits()
+    return recorded_splits("ask/shardings")
 
 
 def test_every_way_is_recorded(splits):

@@ -16,7 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from course import flux2, sd
 from course.model.autoencoder import decode_latents, encode_latents
 from course.shapes import scenes
-from lab.train import data, evaluate, export, flow, loop, unet, vae
+from lab.cards import sd as cards
+from lab.train import data, export, flow, loop, unet, vae
 from lab.train.__main__ import main
 from lab.train.data import CHECKPOINTS, PIXELS
 from lab.train.judging import make_drawing
@@ -377,15 +378,15 @@ def rendered(captions: list[str]) -> np.ndarray:
 
 
 def test_pictures_that_show_what_captions_say_score_1():
-    asked = [named for named in evaluate.training_captions(60) if all(named.values())][:8]
-    report = evaluate.score(rendered, asked)
+    asked = [named for named in cards.training_captions(60) if all(named.values())][:8]
+    report = cards.score(rendered, asked)
     assert (report["pictures"], report["all"], report["refused"]) == (8, 1, 0)
-    wrong = evaluate.score(lambda captions: rendered(captions)[::-1], asked)
+    wrong = cards.score(lambda captions: rendered(captions)[::-1], asked)
     assert wrong["all"] < 0.5
 
 
 def test_a_copy_of_a_training_picture_is_found(monkeypatch):
     monkeypatch.setattr(unet, "FIRST", replace(unet.FIRST, pool=20_000))
-    report = evaluate.nearest(rendered, None)
+    report = cards.nearest(rendered, None)
     assert report["median distance"] == 0
     assert report["median distance of fresh scenes"] > 0.05

@@ -119,7 +119,7 @@ FOR_SD = Recipe(
     dropped=0.0,
 )
 # Where activations are kept, this batch does not fit on a chip of 16 GB: see
-# benchmarks/finetune_tpu.json.
+# lab/records/ask/finetune.json.
 FOR_XL = dataclasses.replace(FOR_SD, remat=True)
 
 

@@ -25,8 +25,8 @@ LAYERS = {
     # Those in which a rounded number is then multiplied by many, which wins back the time to round
     # it: by the columns of to_q, to_k and to_v together; of the feed-forward part's first layer,
     # which has eight outputs for each input; or of a convolution, once for each neighbour. By the
-    # cycles that the TPU compiler expects (benchmarks/int8.json), XL gains at 1,280 channels, and
-    # hardly at fewer. They are the UNet's alone.
+    # cycles that the TPU compiler expects (lab/records/ask/int8.json), XL gains at 1,280 channels,
+    # and hardly at fewer. They are the UNet's alone.
     "gaining": r".*(attn1\.to_[qkv]|ff\.net\.0\.proj|conv[12]|samplers\.0\.conv)\.",
 }
 LARGEST = 127  # -128 has no opposite

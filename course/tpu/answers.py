@@ -211,8 +211,9 @@ class Answer:
 
     program: Program
     pieces: dict[str, Report]  #: by their names
-    #: of each model, with those that the program does not read; empty if nobody counted
-    parameter_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: bytes of the parameters of all models, with those that the program does not read; None if
+    #: nobody counted
+    parameters: int | None = None
 
     @property
     def whole(self) -> Report:

@@ -100,14 +100,14 @@ def answer_or_recall(program: Program) -> Answer:
     return ask_about(program)
 
 
-def parameter_bytes(program: Program) -> dict[str, int]:
-    """Return the bytes of the parameters of each of a program's models."""
+def parameter_bytes(program: Program) -> int:
+    """Return the bytes of the parameters of a program's models."""
     if program.attention is None:
         _, params = build_pipeline(program)
     else:
         params = parameter_shapes(load_config(program.model), program.dtype)
     # A scheduler has a state, and no parameters.
-    return {name: tree_bytes(tree) for name, tree in params.items() if name != "scheduler"}
+    return sum(tree_bytes(tree) for name, tree in params.items() if name != "scheduler")
 
 
 def tree_bytes(tree) -> int:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,53 +14,54 @@ from course.tpu.compiler import ask_compiler, versions
 from course.tpu.hlo import Collective, Copy, Overlap
 from course.tpu.products import ROWS, Product
 from course.tpu.programs import PARTS, STEP, WHOLE, Program, make_program
-from helpers.places import find_data
+from helpers.places import read_record
 
 
-def read_answers(file: Path) -> list[Answer]:
-    """Read the answers in a file: a list of what ``dataclasses.asdict`` makes of them.
+def read_report(row: dict) -> Report:
+    """Read the report in a row of a record: see `helpers.read_record`.
 
-    Unknown and missing fields raise a TypeError or a KeyError, impossible programs a ValueError.
+    Unknown and missing fields raise a TypeError or a KeyError. What nobody wrote down is None.
     """
-    answers = []
-    for content in json.loads(file.read_text(encoding="utf-8")):
-        program = make_program(**content.pop("program"))
-        pieces = {name: read_report(report) for name, report in content.pop("pieces").items()}
-        answers.append(Answer(program, pieces, **content))
-    return answers
-
-
-def read_report(content: dict) -> Report:
-    """Read a report out of what ``dataclasses.asdict`` and JSON made of it."""
+    content = row["answer"]["report"]
     fields = content | {
+        "date": row["date"],
+        "versions": row["versions"],
         "chip": Chip(**content["chip"]),
-        "memory": Memory(**content["memory"]) if content["memory"] else None,
-        "work": Work(**content["work"]) if content["work"] else None,
         "collectives": tuple(Collective(**each) for each in content["collectives"]),
     }
-    if content.get("copies") is not None:  # those of before were not written down
+    for name, kind in {"memory": Memory, "work": Work, "schedule": Overlap}.items():
+        if content[name] is not None:
+            fields[name] = kind(**content[name])
+    if content["copies"] is not None:
         fields["copies"] = tuple(Copy(**each) for each in content["copies"])
-    if content.get("schedule") is not None:
-        fields["schedule"] = Overlap(**content["schedule"])
     return Report(**fields)
+
+
+def read_answers(rows: Iterable[dict]) -> list[Answer]:
+    """Read rows about pieces of programs; an impossible program raises a ValueError."""
+    answers = {}
+    for row in rows:
+        question = dict(row["question"])
+        piece = question.pop("piece")
+        program = make_program(**question)
+        answer = answers.setdefault(program, Answer(program, {}))
+        answer.pieces[piece] = read_report(row)
+        if "parameters" in row["answer"]:
+            answers[program] = dataclasses.replace(answer, parameters=row["answer"]["parameters"])
+    return list(answers.values())
 
 
 def recorded_answers(**settings) -> list[Answer]:
     """Return the recorded answers, but only those on programs with these settings.
 
-    They are in ``benchmarks/tpu``, on the pipelines (``attention`` is None), and in
-    ``benchmarks/tpu_pieces.json``, on the model of ``course.sd``.
+    They are on the pipelines, whose ``attention`` is None, and on the model of ``course.sd``.
     """
     return [answer for answer in _read_all() if settings.items() <= vars(answer.program).items()]
 
 
 @functools.cache
 def _read_all() -> tuple[Answer, ...]:
-    answers = []
-    for file in sorted(find_data("benchmarks/tpu").glob("*.json")):
-        answers += read_answers(file)
-    answers += read_answers(find_data("benchmarks/tpu_pieces.json"))
-    return tuple(answers)
+    return tuple(read_answers(read_record("ask/programs")))
 
 
 def recorded_report(program: Program, piece: str) -> Report | None:
@@ -91,8 +90,7 @@ def recorded_times(program: Program) -> Times | None:
 def ask_or_recall(function: Callable, *arguments, chip: str = "v5e") -> Report:
     """Ask the compiler about a function; where it cannot be asked, recall a recorded answer.
 
-    In ``benchmarks/questions.json`` are the answers to the questions of chapters 8 and 12. The
-    report has the text of the compiled program.
+    Recorded are the questions of chapters 8 and 12. The report has the compiled program's text.
 
     Parameters
     ----------
@@ -109,10 +107,10 @@ def ask_or_recall(function: Callable, *arguments, chip: str = "v5e") -> Report:
         find_chip(chip)
     except RuntimeError as error:
         question = question_of(function, *arguments, chip=chip)
-        content = json.loads(find_data("benchmarks/questions.json").read_text(encoding="utf-8"))
-        if question not in content:
-            raise RuntimeError(f"{error} None is recorded on {question}.") from None
-        return read_report(content[question])
+        for row in read_record("ask/questions"):
+            if row["question"]["call"] == question:
+                return read_report(row)
+        raise RuntimeError(f"{error} None is recorded on {question}.") from None
     return ask_compiler(function, *arguments, chip=chip, keep_text=True)
 
 
@@ -148,15 +146,21 @@ def largest_batch(program: Program, answers: Iterable[Answer]) -> int | None:
     It fits, and with one image more it does not; 0 if one image is too much. None if nobody found
     it yet.
     """
-    fits = {0: True}
+    tried = tried_batches(program, answers)
+    for batch, fits in tried.items():
+        if fits and tried.get(batch + 1) is False:
+            return batch
+    return None
+
+
+def tried_batches(program: Program, answers: Iterable[Answer]) -> dict[int, bool]:
+    """Return whether a program fits with each batch that was tried; no image at all does."""
+    tried = {0: True}
     for answer in answers:
         is_same = dataclasses.replace(answer.program, batch=program.batch) == program
         if is_same and WHOLE in answer.pieces:
-            fits[answer.program.batch] = answer.whole.fits
-    for batch, does_fit in fits.items():
-        if does_fit and fits.get(batch + 1) is False:
-            return batch
-    return None
+            tried[answer.program.batch] = answer.whole.fits
+    return tried
 
 
 # Work that is split over several chips
@@ -175,11 +179,11 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One way to split the work of a step, and what the TPU compiler says of it on each chip."""
+    """One way to split a program, and what the TPU compiler says of it on each chip."""
 
     mesh: dict[str, int]  #: the axes of the mesh, and how many chips each has
     images: int  #: drawn at a time by all chips together
-    parameters: int  #: bytes of the UNet's on each chip
+    parameters: int  #: bytes on each chip
     report: Report
     exchanges: tuple[Exchange, ...]
 
@@ -208,24 +212,30 @@ class Split:
 
 
 @functools.cache
-def recorded_splits() -> dict[str, Split]:
-    """Read the recorded ways to split XL, by name; ``benchmarks.record_shardings`` asked."""
+def recorded_splits(record: str) -> dict[str, Split]:
+    """Read the recorded ways to split a program over chips.
+
+    Parameters
+    ----------
+    record : str
+        See `helpers.read_record`: ``ask/shardings`` is about XL, ``ask/flux2`` about FLUX.2-klein.
+
+    Returns
+    -------
+    dict of Split
+        By what was asked, such as ``step, v5e, tensor``.
+    """
     splits = {}
-    content = json.loads(find_data("benchmarks/shardings.json").read_text(encoding="utf-8"))
-    for name, split in content.items():
-        splits[name] = read_split(split)
+    for row in read_record(record):
+        answer = row["answer"]
+        splits[", ".join(filter(None, row["question"].values()))] = Split(
+            mesh=answer["mesh"],
+            images=answer["images"],
+            parameters=answer["parameters"],
+            report=read_report(row),
+            exchanges=tuple(Exchange(**exchange) for exchange in answer["exchanges"]),
+        )
     return splits
-
-
-def read_split(content: dict) -> Split:
-    """Read what a recorder has written about a program on several chips."""
-    return Split(
-        mesh=content["mesh"],
-        images=content["images"],
-        parameters=content["parameters"],
-        report=read_report(content["report"]),
-        exchanges=tuple(Exchange(**exchange) for exchange in content["exchanges"]),
-    )
 
 
 # Tables, and what others measured
@@ -303,31 +313,51 @@ def row_of(answer: Answer, is_largest: bool) -> list[str]:
 
 
 class Published(NamedTuple):
-    """A time that others measured.
-
-    It is of SDXL in bfloat16, 1024 × 1024 pixels, 20 steps, one image on each chip at a time.
-    """
+    """A time that others measured, of programs in bfloat16 that draw 1024 × 1024 pixels."""
 
     system: str
     chip: str
-    seconds: float
+    seconds: float  #: until the images are there
     source: str
+    chips: int = 1  #: on which these images are drawn
+    images: int = 1  #: drawn at a time
+    step_seconds: float | None = None  #: of one step, where that was published
 
 
 BLOG = "https://huggingface.co/blog/sdxl_jax"
 MLPERF = "https://mlcommons.org/benchmarks/inference-datacenter/"
-# The v4-8 has four chips: its name counts cores. MLPerf gives images in a second on four chips,
-# "offline": in a row.
+MAXDIFFUSION = "https://github.com/AI-Hypercomputer/maxdiffusion/pull"
+# SDXL in 20 steps, one image on each chip at a time. The v4-8 has four chips: its name counts
+# cores. MLPerf gives images in a second on four chips, "offline": in a row.
 PUBLISHED = (
     Published("TPU v5e-4, MLPerf Inference v4.1", "v5e", 4 / 1.753, MLPERF),
     Published("TPU v6e-4, MLPerf Inference v4.1", "v6e", 4 / 5.439, MLPERF),
     Published("TPU v5e-4, JAX 0.4.16", "v5e", 2.33, BLOG),
     Published("TPU v4-8, JAX 0.4.16", "v4", 2.16, BLOG),
 )
+# FLUX.2-klein-4B in four steps.
+PUBLISHED_KLEIN = (
+    Published(
+        "MaxDiffusion, v6e-8, one image over eight chips",
+        "v6e",
+        0.394,
+        f"{MAXDIFFUSION}/457",
+        chips=8,
+        step_seconds=0.06392,
+    ),
+    Published(
+        "MaxDiffusion, v6e, four images on one chip",
+        "v6e",
+        3.65,
+        f"{MAXDIFFUSION}/434",
+        images=4,
+        step_seconds=0.7953,
+    ),
+)
 
 
 def published_times() -> list[tuple[Published, Times]]:
-    """Return the published times, each with the recorded least time of the same program."""
+    """Return the published times of SDXL, each with the recorded least time of the same program."""
     return [(each, recorded_times(make_program("sdxl", each.chip, steps=20))) for each in PUBLISHED]
 
 
@@ -356,19 +386,29 @@ def table_of_published() -> str:
 
 
 def recorded_products(model: str) -> dict[str, dict[Product, int]]:
-    """Read the matrix products and convolutions in each part of a pipeline, and how often they run.
+    """Read the matrix products and convolutions in each part of a model, and how often they run.
 
-    They are in ``benchmarks/products.json``, for ``sd`` and ``sdxl``, one image at a time and in
-    the usual size.
+    Parameters
+    ----------
+    model : str
+        ``sd``, ``sdxl`` or ``flux2``, each in its usual size and with one image at a time.
     """
-    content = json.loads(find_data("benchmarks/products.json").read_text(encoding="utf-8"))
     products = {}
-    for part, rows in content["models"][model].items():
-        products[part] = {}
-        for row in rows:
-            count = row.pop("count")
-            products[part][Product(**row)] = count
+    for row in read_record("ask/products"):
+        if row["question"]["model"] == model:
+            found = products[row["question"]["part"]] = {}
+            for each in row["answer"]["products"]:
+                count = each.pop("count")
+                found[Product(**each)] = count
     return products
+
+
+def recorded_flops(model: str) -> dict[str, int]:
+    """Return the operations of those products in a run of each part."""
+    flops = {}
+    for part, products in recorded_products(model).items():
+        flops[part] = sum(count * product.flops for product, count in products.items())
+    return flops
 
 
 def padded_seconds(program: Program, chip: Chip, rows: int = ROWS) -> float:

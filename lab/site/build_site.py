@@ -49,7 +49,7 @@ SLIDERS = {"en": "Steps and guidance with sliders", LANGUAGE: "用滑块看步�
 def find_stale(chapters: list[Path], executed: Path) -> list[Path]:
     """The chapters without a full executed copy that is newer than all that it follows from."""
     shared = [ROOT / "requirements.lock"]
-    shared += (ROOT / "benchmarks").rglob("*.json")  # which chapters 8 and 9 show
+    shared += (ROOT / "lab" / "records").rglob("*.json")  # which chapters 8 and 9 show
     for room in ("helpers", "course"):
         shared += (ROOT / room).rglob("*.py")
     stale = []

@@ -5,8 +5,8 @@ on. All models use the VAE that is trained before them, or that of ``checkpoints
 "vae" is not chosen. The bundled checkpoints stay as they are, unless ``--to`` names their folder.
 
 The checkpoints' cards, README.md, are written by hand. When the training has ended,
-``python -m lab.train.evaluate FOLDER --draw FOLDER`` gives a card's scores and pictures, and
-``python -m benchmarks.record_flow`` those of shapes-flux2.
+``python -m lab.cards.sd FOLDER --draw FOLDER`` gives a card's scores and pictures, and
+``python -m lab.cards.flux2`` those of shapes-flux2.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 import jax
 
 from course import sd
+from lab.cards.pictures import draw_losses
 from lab.train import export, flow, loop, unet, vae
-from lab.train.cards import draw_losses
 from lab.train.data import CHECKPOINTS, ROOT
 
 PARTS = ("vae", "shapes-sd", "shapes-sdxl", "shapes-flux2")

@@ -1,0 +1,1 @@
+"""Make the tables and pictures of the checkpoints' cards."""

@@ -1,0 +1,1 @@
+"""Have the judge count what a checkpoint draws right: `lab.record` asks for it."""
