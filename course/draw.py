@@ -437,7 +437,10 @@ def start_ray(
             ray.init(address, **options)
         except Exception as error:  # of a start that takes too long, Ray says no more than that
             reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
-            raise RuntimeError(f"Ray does not start at {address}: {reason}") from None
+            raise RuntimeError(
+                f"Ray does not start at {address} ({reason.rstrip('.')}): correct --address, or "
+                "start the same again when this machine has less to do."
+            ) from None
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = sys.stdout.isatty()
