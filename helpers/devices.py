@@ -63,12 +63,7 @@ def simulate_devices(n: int = 8) -> None:
         source, wanted = DEVICES_VARIABLE, os.environ[DEVICES_VARIABLE]
     else:
         source, wanted = "n", n
-    if not str(wanted).isdecimal() or not 1 <= int(wanted) <= MOST_DEVICES:
-        raise ValueError(
-            f"{source} is {wanted!r}, but the number of devices must be a whole number from 1 to "
-            f"{MOST_DEVICES}."
-        )
-    count = int(wanted)
+    count = check_number(source, wanted)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:  # JAX has started
@@ -85,6 +80,16 @@ def simulate_devices(n: int = 8) -> None:
         # JAX would find the CPU anyway, but after libtpu has logged a screenful about the TPU that
         # is missing.
         jax.config.update("jax_platforms", "cpu")
+
+
+def check_number(source: str, wanted: int | str) -> int:
+    """Return a number of devices; ``ValueError``, with where it comes from, if it cannot be one."""
+    if not str(wanted).isdecimal() or not 1 <= int(wanted) <= MOST_DEVICES:
+        raise ValueError(
+            f"{source} is {wanted!r}, but the number of devices must be a whole number from 1 to "
+            f"{MOST_DEVICES}."
+        )
+    return int(wanted)
 
 
 def device_report() -> str:

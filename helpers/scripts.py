@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from helpers.devices import check_number
+
 
 def run_simulated(script: str | Path, devices: int = 8) -> None:
     """Run a Python file on the CPU as that many JAX devices, and print what it prints.
@@ -18,14 +20,17 @@ def run_simulated(script: str | Path, devices: int = 8) -> None:
     script : str or Path
         A file, run from the current folder.
     devices : int
-        How many CPU devices JAX shows the script, 1 or more.
+        How many CPU devices JAX shows the script, from 1 to 1024.
 
     Raises
     ------
+    ValueError
+        If that is no such number.
     RuntimeError
         If the script fails; the message is the end of what it says about that.
     """
-    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+    count = check_number("devices", devices)
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(count)}
     ran = subprocess.run(
         [sys.executable, str(script)],
         env=os.environ | settings,
@@ -48,7 +53,13 @@ def run_together(script: str | Path, processes: int = 2, devices: int = 2) -> li
     list of int
         The exit status of each process: 0 if all went well, and a signal's number below 0 if that
         ended it.
+
+    Raises
+    ------
+    ValueError
+        If the number of devices, of all processes together, is not from 1 to 1024.
     """
+    check_number("processes * devices", processes * devices)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))  # a port that is free
         address = f"127.0.0.1:{listener.getsockname()[1]}"

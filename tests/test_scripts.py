@@ -13,6 +13,15 @@ def test_a_script_sees_as_many_devices_as_were_asked_for(tmp_path, capsys):
     assert capsys.readouterr().out == "cpu 3\n"
 
 
+@pytest.mark.parametrize(
+    ("run", "counts"),
+    [(run_simulated, {"devices": 100_000}), (run_together, {"processes": 10_000})],
+)
+def test_more_devices_than_a_machine_can_start_are_refused(run, counts, tmp_path):
+    with pytest.raises(ValueError, match=r"devices is .* must be a whole number from 1 to 1024"):
+        run(tmp_path / "never.py", **counts)
+
+
 def test_a_script_that_fails_says_why(tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("raise ValueError('no such shape')\n")
