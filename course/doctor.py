@@ -142,11 +142,11 @@ def check_hub() -> Iterator[str]:
     except (OSError, ValueError) as error:
         answer = f"cannot be reached ({error}), so only bundled checkpoints can be loaded"
     print(f"The Hub, {shown}: {answer}")
-    if has_token():
-        print("A token for the Hub: found")
-    else:
-        print("A token for the Hub: none, which public models do not need")
-    yield from ()
+    try:
+        found = "found" if has_token() else "none, which public models do not need"
+        print(f"A token for the Hub: {found}")
+    except OSError as error:
+        yield f"The token for the Hub cannot be read ({error}): set HF_HOME to another folder"
 
 
 def check_room() -> Iterator[str]:

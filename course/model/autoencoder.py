@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from course.model.attention import attend, keys_and_values
 from course.model.layers import (
@@ -119,9 +120,10 @@ def encode_latents(
         )
     are_right = jnp.all((images >= 0) & (images <= 1), axis=(1, 2, 3))  # which NaN is not
     if not isinstance(are_right, jax.core.Tracer) and not are_right.all():
+        least, most = np.min(images), np.max(images)  # NaN if one is, where XLA's may be infinite
         raise ValueError(
-            f"Images are numbers from 0 to 1, and these go from {images.min()} to {images.max()}: "
-            "divide bytes by 255."
+            f"Images are numbers from 0 to 1, and these go from {least} to {most}: divide bytes by "
+            "255."
         )
     levels = len(config.block_out_channels)
     groups = config.norm_num_groups
