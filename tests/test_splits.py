@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 
 from course import flux2
 from course.tpu.exchange import bisection_seconds, least_seconds, received_share
-from course.tpu.records import Exchange
+from course.tpu.records import Exchange, recorded_splits
 from helpers import find_data
 
 CAPTIONS = ["a large red heart on a white background", "a small blue star on a yellow background"]
@@ -139,3 +139,16 @@ def test_ulysses_and_ring_exchange_what_arithmetic_says(small):
         # Two images in float32: half of the tokens of queries, keys, values and result, or of keys
         # and values, in a block of each kind.
         assert moved == pytest.approx(arrays * 2 * 4 * tokens / 2 * width * loops, rel=0.01)
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_the_compiler_counts_what_arithmetic_says(chip):
+    """In each of klein's 25 blocks a chip has an eighth of 4,608 tokens, of 3,072 numbers each."""
+    splits = recorded_splits("ask/flux2")
+    array = 4608 // 8 * 3072 * 2
+    assert splits[f"step, {chip}, Ulysses"].exchanged == pytest.approx(25 * 4 * array, rel=0.01)
+    assert splits[f"step, {chip}, ring"].exchanged == pytest.approx(25 * 2 * 7 * array, rel=0.01)
+    least = {}
+    for way in ("tensor", "tensor, parts apart", "sequence", "ring", "Ulysses"):
+        least[way] = least_seconds(splits[f"step, {chip}, {way}"].exchanges, chip, 8)
+    assert min(least, key=least.get) == "Ulysses"

@@ -34,7 +34,10 @@ WAYS = {
     "data by the partitioner": Way({"data": 8}, flux2.DATA_PARALLEL, P("data"), images=8),
     "tensor": Way({"model": 8}, flux2.TENSOR_PARALLEL, P(), images=1),
     "sequence": Way({"tokens": 8}, flux2.DATA_PARALLEL, P(None, "tokens"), images=1),
+    "ring": Way({"tokens": 8}, flux2.DATA_PARALLEL, P(None, "tokens"), images=1),
+    "Ulysses": Way({"tokens": 8}, flux2.DATA_PARALLEL, P(None, "tokens"), images=1),
 }
+BY_HAND = ("ring", "Ulysses")  # where the partitioner is not asked
 
 
 QUESTIONS = [
@@ -58,6 +61,10 @@ QUESTIONS = [
     ("draw", "v6e", "sequence"),
     ("draw", "v6e", "one chip"),
     ("draw", "v6e", "data"),
+    ("step", "v5e", "Ulysses"),
+    ("step", "v5e", "ring"),
+    ("step", "v6e", "Ulysses"),
+    ("step", "v6e", "ring"),
 ]
 
 
@@ -145,7 +152,7 @@ def input_shapes(images: int) -> dict[str, jax.ShapeDtypeStruct]:
 # The variants: each changes the model, or its parameters' shapes, while it is traced.
 
 
-def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def flash(query: jax.Array, key: jax.Array, value: jax.Array, attend: Callable) -> jax.Array:
     """Run JAX's Pallas kernel in the place of ``course.flux2.transformer.attention``."""
     from jax.experimental.pallas.ops.tpu import flash_attention as pallas  # slow to import
 
@@ -230,6 +237,9 @@ def answer(part: str, chip: str, way: str, variant: str) -> dict:
             stack.enter_context(mock.patch.object(transformer, name, function))
         if split.mesh:
             mesh = make_mesh(split, chip)
+            if way in BY_HAND:
+                velocity = flux2.split_tokens(mesh, way.lower())
+                stack.enter_context(mock.patch.object(flux2, "velocity", velocity))
             piece = take_part(part, split, variant, mesh)
             return ask_split(piece.function, piece.arguments, split, mesh, chip)
         piece = take_part(part, split, variant)
