@@ -8,18 +8,26 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.serialization import msgpack_serialize
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from course import sd
-from course.model.files import FLOATS, Stored, read_safetensors, to_channels_first, unstack_layers
+from course.model.files import (
+    Stored,
+    check_finite,
+    read_safetensors,
+    to_files,
+)
+from course.sd import words
 from helpers import bundled_checkpoint
 from tests.makers import common
 from tests.makers import files as make
@@ -80,19 +88,6 @@ KINDS = {
 }
 
 
-def write_safetensors(file, header, params):
-    """Write a file anew from its header and the numbers."""
-    entries = json.loads(header)
-    entries.pop("__metadata__", None)
-    with file.open("wb") as opened:
-        opened.write(len(header).to_bytes(8, "little"))
-        opened.write(header.encode())
-        by_name = unstack_layers(params)
-        for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
-            value = to_channels_first(name, by_name[name])
-            opened.write(value.astype(FLOATS[entries[name]["dtype"]]).tobytes())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SOURCES)
 def test_a_folder_that_pytorch_saved_is_read_to_the_last_bit(
@@ -106,7 +101,7 @@ def test_a_folder_that_pytorch_saved_is_read_to_the_last_bit(
             file.write_text(content)
         else:
             header, expected = content
-            write_safetensors(file, header, bundled[file.parent.name])
+            make.write_by_header(file, header, to_files(bundled[file.parent.name]))
             assert hash_of(file) == expected
     dtype, variant = KINDS[kind]
     params, config, _ = sd.load(tmp_path, variant=variant)
@@ -159,6 +154,149 @@ def test_numbers_that_float16_does_not_have_are_not_saved_in_it(models, tmp_path
         ValueError, match=r"encoder.conv_in.bias has numbers up to 1e\+06, too large"
     ):
         sd.save(large, SD, tmp_path, np.float16)
+    with pytest.raises(ValueError, match=r"written as .*vae.* in encoder.conv_in.bias .* NaN"):
+        sd.save(
+            params | {"vae": large["vae"] | {f"encoder.{name}": jnp.full(32, jnp.nan)}},
+            SD,
+            tmp_path,
+        )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32, np.float64])
+def test_numbers_are_finite_or_not_in_all_dtypes(dtype):
+    limits = jnp.finfo(dtype)
+    check_finite("file", "name", np.array([limits.min, limits.tiny, 0, limits.max], dtype))
+    check_finite("file", "name", np.zeros(0, dtype))
+    for number in (np.nan, np.inf, -np.inf):
+        with pytest.raises(ValueError, match="file has numbers in name that are infinite or NaN"):
+            check_finite("file", "name", np.array([[0, number]], dtype))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_are_written_with_the_mode_that_the_user_gives_new_files(models, tmp_path, mask):
+    params, _, _ = models["shapes-sd"]
+    before = os.umask(mask)
+    try:
+        sd.save(params, SD, tmp_path)
+        words.save_word(tmp_path / "lora.safetensors", "toy", np.ones(64))
+    finally:
+        os.umask(before)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o666 & ~mask}
+
+
+def test_what_is_written_replaces_what_was_there(models, tmp_path):
+    """Flax' weights, other variants and several files, which would be read in its place."""
+    params, _, _ = models["shapes-sd"]
+    shutil.copytree(SD, tmp_path, dirs_exist_ok=True)
+    unet = tmp_path / "unet"
+    make.save_in_parts({"old": np.ones(3)}, unet, "diffusion_pytorch_model", 2)
+    others = "diffusion_pytorch_model.bin", "diffusion_pytorch_model.fp16.safetensors", "notes.md"
+    for name in others:
+        (unet / name).write_bytes(b"old")
+    (tmp_path / "tokenizer" / "added_tokens.json").write_text("{}")
+    sd.save(params, SD, tmp_path)
+    assert sorted(file.name for file in unet.iterdir()) == [
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+        "notes.md",
+    ]
+    assert not list(tmp_path.rglob("*.msgpack"))
+    assert not (tmp_path / "tokenizer" / "added_tokens.json").exists()
+
+
+def with_another_part(name):
+    """Let the index name one more part, whose folder is there."""
+
+    def spoil(folder):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "file.json").write_text("{}")
+        part = {name: ["transformers", "CLIPTokenizer"]}
+        make.edit_json(folder / "model_index.json", lambda index: index | part)
+
+    return spoil
+
+
+def with_a_link(name):
+    """Put a link in place of a file or folder, to one outside of the folder."""
+
+    def spoil(folder):
+        outside = folder.with_name(f"{folder.name}-outside")
+        shutil.rmtree(outside, ignore_errors=True)
+        if (folder / name).exists():
+            shutil.move(folder / name, outside)
+        else:
+            outside.write_text("{}")
+        (folder / name).symlink_to(outside)
+
+    return spoil
+
+
+# What a stranger's folder may do to whoever copies it.
+TRICKS = {
+    "a part outside": (with_another_part("tokenizer/../../outside"), "small letters, digits and _"),
+    "a part in a part": (with_another_part("tokenizer_2/x"), "small letters, digits and _"),
+    "a part of other letters": (with_another_part("tokenizer_é"), "small letters, digits and _"),
+    "a link among texts": (with_a_link("tokenizer/more.json"), "more.json' is outside of"),
+    "a link to a part": (with_a_link("tokenizer"), "tokenizer' is outside of"),
+    "a link to a configuration": (with_a_link("unet/config.json"), "config.json' is outside of"),
+    "a link to the index": (with_a_link("model_index.json"), "model_index.json' is outside of"),
+}
+
+
+@pytest.mark.parametrize("how", TRICKS)
+def test_a_folder_that_reaches_out_of_itself_is_not_copied(models, folder, tmp_path, how):
+    trick, message = TRICKS[how]
+    source = shutil.copytree(folder, tmp_path / "source", copy_function=os.link)
+    trick(source)
+    (tmp_path / "new").mkdir()
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        sd.save(models["shapes-sd"][0], source, tmp_path / "new" / "model")
+    new = set(tmp_path.rglob("*")) - before
+    assert all(file.is_relative_to(tmp_path / "new" / "model") for file in new)
+
+
+def test_links_in_the_folder_that_is_written_are_not_followed(models, tmp_path):
+    params, _, _ = models["shapes-sd"]
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    for name in ("vocab.json", "vocab.json.unfinished"):
+        (tmp_path / "new" / "tokenizer").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "new" / "tokenizer" / name).symlink_to(victim)
+    sd.save(params, SD, tmp_path / "new")
+    assert victim.read_text() == "as it was"
+    shutil.rmtree(tmp_path / "new" / "unet")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "new" / "unet").symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match="unet' is outside of"):
+        sd.save(params, SD, tmp_path / "new")
+    assert not list((tmp_path / "outside").iterdir())
+
+
+def to_the_hubs_cache(folder, cache):
+    """Make a snapshot of links to blobs of a folder, as the Hub's client does."""
+    snapshot = cache / "models--owner--name" / "snapshots" / "0123abc"
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir(parents=True)
+    for number, file in enumerate(sorted(folder.rglob("*.*"))):
+        link = snapshot / file.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, blobs / str(number))
+        link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
+    return snapshot
+
+
+def test_the_hubs_cache_is_read_and_copied_and_a_link_to_nothing_is_named(models, folder, tmp_path):
+    snapshot = to_the_hubs_cache(folder, tmp_path)
+    params, _, _ = sd.load(snapshot)
+    assert make.is_same(params, models["shapes-sd"][0])
+    sd.save(params, snapshot, tmp_path / "new")
+    assert make.is_same(sd.load(tmp_path / "new")[0], params)
+    for name in (UNET, "tokenizer/vocab.json", "model_index.json"):
+        (snapshot / name).resolve().unlink()
+        with pytest.raises(FileNotFoundError, match=r"is a link to .*, and nothing is there"):
+            sd.load(snapshot)
 
 
 # Bad files. Each of these functions spoils a folder whose files are links: it replaces them.
@@ -188,11 +326,6 @@ def rewritten(name, change):
         save_file(tensors, folder / name)
 
     return spoil
-
-
-def without_a_length(folder):
-    file = folder / "tokenizer" / "tokenizer_config.json"
-    make.edit_json(file, lambda settings: settings | {"model_max_length": None})
 
 
 def renamed(name, new_name):
@@ -231,6 +364,31 @@ def with_a_damaged_index(folder):
     split_up(folder)
     index = folder / INDEX
     index.write_text(index.read_text()[:99])
+
+
+def with_shards_at(place):
+    """Give the UNet an index whose files are there."""
+
+    def spoil(folder):
+        (folder / UNET).unlink()
+        (folder / INDEX).write_text(json.dumps({"weight_map": {"conv_in.bias": place}}))
+
+    return spoil
+
+
+def flax_weights(change):
+    """Put Flax' weights in place of the UNet's, spoiled."""
+
+    def spoil(folder):
+        (folder / UNET).unlink()
+        name = "unet/diffusion_flax_model.msgpack"
+        (folder / name).write_bytes(change((SD / name).read_bytes()))
+
+    return spoil
+
+
+def with_option(name, **options):
+    return lambda folder: make.edit_json(folder / name, lambda content: content | options)
 
 
 def with_a_different_part(folder):
@@ -276,8 +434,8 @@ REFUSALS = {
         "tokenizer_config.json does not say what eos_token is: download",
     ),
     "a tokenizer with a length that is null": (
-        without_a_length,
-        "tokenizer_config.json has None for model_max_length, which is no number: download",
+        with_option("tokenizer/tokenizer_config.json", model_max_length=None),
+        "has None for model_max_length, which is no number of tokens: download",
     ),
     "merges of one word": (
         replaced("tokenizer/merges.txt", lambda data: data + b"one\n"),
@@ -294,7 +452,7 @@ REFUSALS = {
     "no vocabulary": (missing("tokenizer/vocab.json"), "vocab.json is missing"),
     "no file": (
         missing(UNET),
-        "unet has no parameters that can be read, but nothing: get safetensors",
+        "unet has no parameters that can be read, but nothing: .* give that \\(--variant fp16\\)",
     ),
     "only a variant": (
         renamed(UNET, "diffusion_pytorch_model.fp16.safetensors"),
@@ -335,11 +493,61 @@ REFUSALS = {
         "not a whole folder.*text_encoder_2",
     ),
     "a different part": (with_a_different_part, "unet has"),
+    "a file that is outside": (with_a_link(UNET), "is outside of .*, which may only use files of"),
+    "a configuration that is outside": (with_a_link("vae/config.json"), "is outside of"),
+    "a part that is outside": (with_a_link("text_encoder"), "is outside of"),
+    "shards above": (with_shards_at("../x.safetensors"), "names '../x.safetensors', .* beside it"),
+    "shards anywhere": (with_shards_at("/x.safetensors"), "names '/x.safetensors', .* beside it"),
+    "shards without names": (with_shards_at(3), "index.json names 3, which is no file beside it"),
+    "shards of nothing": (with_shards_at(""), "index.json names '', which is no file beside it"),
+    "no number": (
+        rewritten(UNET, lambda tensors: make.spoiled(tensors, BIAS, np.nan)),
+        f"{UNET} has numbers in .*bias that are infinite or NaN",
+    ),
+    "half Flax' weights": (flax_weights(lambda data: data[:5000]), "holds no parameters of Flax"),
+    "a web page for Flax' weights": (flax_weights(lambda data: b"<html>"), "is a web page"),
+    "text in place of Flax' weights": (
+        flax_weights(lambda data: msgpack_serialize({"conv": {"kernel": "x"}})),
+        "holds no parameters of Flax",
+    ),
     "whole numbers": (
         rewritten(UNET, lambda tensors: tensors | {BIAS: tensors[BIAS].astype(np.int8)}),
         "numbers as I8: get float32",
     ),
 }
+
+
+# Options that no model has, or that would fill the memory.
+UNET_CONFIG, TEXT_CONFIG = "unet/config.json", "text_encoder/config.json"
+OPTIONS = [
+    (UNET_CONFIG, {"layers_per_block": 10**7}, "layers_per_block = 10000000, which"),
+    (UNET_CONFIG, {"layers_per_block": 0}, "layers_per_block = 0, which"),
+    (UNET_CONFIG, {"layers_per_block": 1.5}, "layers_per_block = 1.5, which"),
+    (UNET_CONFIG, {"layers_per_block": "2"}, "layers_per_block = '2', which"),
+    (UNET_CONFIG, {"norm_eps": float("inf")}, "norm_eps = inf, which"),
+    (UNET_CONFIG, {"block_out_channels": [8] * 10**6}, r"\[8, 8, 8, 8, 8, 8, \.\.\.\], which"),
+    (UNET_CONFIG, {"block_out_channels": []}, r"block_out_channels = \[\], which"),
+    (UNET_CONFIG, {"down_block_types": ["DownBlock2D"]}, "does not fit widths of 96"),
+    (UNET_CONFIG, {"norm_num_groups": 7}, "norm_num_groups = 7, which does not fit widths"),
+    (UNET_CONFIG, {"attention_head_dim": [5, 5]}, "attention_head_dim = .* does not fit widths"),
+    (TEXT_CONFIG, {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000, which"),
+    (TEXT_CONFIG, {"vocab_size": True}, "vocab_size = True, which"),
+    (TEXT_CONFIG, {"vocab_size": 100}, "tokens up to number 597, .* means 100 of them"),
+    (TEXT_CONFIG, {"num_attention_heads": 7}, "num_attention_heads = 7, which does not fit"),
+    ("vae/config.json", {"scaling_factor": float("nan")}, "scaling_factor = nan, which"),
+    ("vae/config.json", {"scaling_factor": 0}, "scaling_factor = 0, which"),
+    ("scheduler/scheduler_config.json", {"num_train_timesteps": 10**12}, "1000000000000, which"),
+    ("tokenizer/tokenizer_config.json", {"model_max_length": -3}, "which is no number of tokens"),
+    ("tokenizer/tokenizer_config.json", {"model_max_length": np.nan}, "which is no number of"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), OPTIONS, ids=lambda x: str(x)[:40])
+def test_options_that_no_model_has_are_refused(folder, tmp_path, name, options, message):
+    shutil.copytree(folder, tmp_path, copy_function=os.link, dirs_exist_ok=True)
+    with_option(name, **options)(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        sd.load(tmp_path)
 
 
 @pytest.mark.parametrize("how", REFUSALS)

@@ -490,12 +490,12 @@ BAD_FOLDERS = {
     "a length of prompts that is null": (
         change_json("tokenizer/tokenizer_config.json", model_max_length=None),
         ValueError,
-        "tokenizer_config.json has None for model_max_length, which is no number: download",
+        "has None for model_max_length, which is no number of tokens: download",
     ),
     "no parameters": (
         remove("transformer/diffusion_pytorch_model.safetensors"),
         FileNotFoundError,
-        "transformer has no parameters that can be read, but nothing: get safetensors",
+        "transformer has no parameters that can be read, but nothing: download the folder again",
     ),
     "another pipeline": (
         change_json("model_index.json", _class_name="StableDiffusionPipeline"),

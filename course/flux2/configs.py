@@ -6,7 +6,7 @@ from typing import Any
 
 from course.model.autoencoder import AutoencoderConfig
 from course.model.configs import check_options, read_options
-from course.model.files import read_json
+from course.model.files import find_inside, read_json
 
 
 @dataclass(frozen=True)
@@ -120,15 +120,15 @@ def read_config(folder: str | Path) -> Config:
         If the model is of another kind, or has what this code does not compute.
     """
     folder = Path(folder)
-    index = read_json(folder / "model_index.json")
+    index = read_json(find_inside(folder, "model_index.json"))
     if index.get("_class_name") != "Flux2KleinPipeline":
         raise ValueError(
             f"{folder} is made for {index.get('_class_name')}, and this code reads "
             "Flux2KleinPipeline, such as black-forest-labs/FLUX.2-klein-4B."
         )
-    file = folder / "scheduler" / "scheduler_config.json"
+    file = find_inside(folder, "scheduler", "scheduler_config.json")
     scheduler = read_json(file)
-    check_options(scheduler, file, ALLOWED["scheduler"], types={})
+    check_options(scheduler, file, ALLOWED["scheduler"], types={"shift": float})
     return Config(
         transformer=_read_part(folder, "transformer", TransformerConfig),
         text_encoder=_read_part(folder, "text_encoder", TextConfig),
@@ -140,8 +140,10 @@ def read_config(folder: str | Path) -> Config:
 
 def _read_part(folder: Path, part: str, kind: type) -> Any:
     """Return the configuration of a part. What it lacks is as FLUX.2-klein-4B has it."""
-    file = folder / part / "config.json"
+    file = find_inside(folder, part, "config.json")
     options = read_json(file)
     # Newer versions of transformers write settings of rotary positions in here.
-    options = (options.get("rope_parameters") or {}) | options
+    rotary = options.get("rope_parameters")
+    if isinstance(rotary, dict):
+        options = rotary | options
     return read_options(kind, options, file, ALLOWED[part])

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from course.flux2.configs import Config, read_config
 from course.flux2.parameters import parameter_shapes
 from course.flux2.tokenizer import Tokenizer, read_tokenizer
-from course.model.files import check_dtype, load_parts, stacked_name
+from course.model.files import check_dtype, find_inside, load_parts, stacked_name
+from course.model.tokens import check_vocabulary
 
 
 def load(
@@ -53,7 +54,8 @@ def load(
     folder = Path(folder)
     dtype = check_dtype(dtype)
     config = read_config(folder)
-    tokenize = read_tokenizer(folder / "tokenizer")
+    tokenize = read_tokenizer(find_inside(folder, "tokenizer"))
+    check_vocabulary(folder / "tokenizer", tokenize.splitter, config.text_encoder.vocab_size)
     shapes = parameter_shapes(config, dtype)
     is_unread = functools.partial(_is_unread, config)
     params = load_parts(folder, shapes, sharding, variant, is_unread)

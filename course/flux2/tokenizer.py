@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from course.model.files import read_json
+from course.model.files import find_inside, read_json
 from course.model.tokens import check_prompts, max_length, read_splitter, warn_of_length
 
 # What Qwen3's chat template makes of one message to which it shall answer without thinking.
@@ -55,7 +55,10 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     FileNotFoundError, ValueError
         If a file is missing or damaged.
     """
-    splitter = read_splitter(Path(folder, "tokenizer.json"))
-    settings_file = Path(folder, "tokenizer_config.json")
-    length = max_length(settings_file, read_json(settings_file), MAX_LENGTH)
-    return Tokenizer(splitter, min(MAX_LENGTH, length))
+    folder = Path(folder)
+    file = find_inside(folder, "tokenizer.json")
+    splitter = read_splitter(file)
+    if splitter.token_to_id(PADDING) is None:
+        raise ValueError(f"{file} has no token {PADDING}: it is not Qwen's. Get Qwen3's.")
+    settings_file = find_inside(folder, "tokenizer_config.json")
+    return Tokenizer(splitter, max_length(settings_file, read_json(settings_file), MAX_LENGTH))

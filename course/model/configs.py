@@ -4,12 +4,23 @@ A model has a frozen class for each of theirs, with the options that it reads, a
 values that it has for options that it does not read.
 """
 
+import reprlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Kind = TypeVar("Kind")
+
+# How large numbers may be, so that no file can fill the memory: whole ones by a word in their name.
+LARGEST = {"layers": 100, "sample_size": 4096, "": 1_000_000}
+LARGEST_FLOAT = 1e9
+MAY_BE_ZERO = ("steps_offset", "eos_token_id")
+LEVELS = 10  # how many values a list may have
+# Options that have one value for each level of a model, or the same for all; and those of them by
+# which the width of a level is divided.
+DIVISORS = ("norm_num_groups", "attention_head_dim", "num_attention_heads")
+BY_LEVEL = (*DIVISORS, "down_block_types", "up_block_types", "transformer_layers_per_block")
 
 
 def part_class(folder: Path, index: dict, part: str) -> str:
@@ -60,7 +71,25 @@ def read_options(
     for name, value in options.items():
         if name in types:
             read[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**read)
+    config = kind(**read)
+    _check_sizes(config, where)
+    return config
+
+
+def _check_sizes(config: Any, where: str | Path) -> None:
+    """Raise ``ValueError`` if sizes do not fit each other: in number, or as parts of a width."""
+    widths = getattr(config, "block_out_channels", None) or (getattr(config, "hidden_size", 0),)
+    for name in BY_LEVEL:
+        value = getattr(config, name, 1)
+        values = value if isinstance(value, tuple) else (value,) * len(widths)
+        is_divisor = name in DIVISORS and not hasattr(config, "head_dim")
+        if len(values) != len(widths) or (
+            is_divisor and any(width % n for width, n in zip(widths, values, strict=True))
+        ):
+            raise ValueError(
+                f"{where} has {name} = {reprlib.repr(value)}, which does not fit widths of "
+                f"{', '.join(map(str, widths))}: download the folder again."
+            )
 
 
 def check_options(
@@ -89,7 +118,8 @@ def check_options(
     """
     for name, value in options.items():
         if not _is_possible(name, value, allowed, types, no_difference):
-            message = f"{where} asks for {name} = {value!r}, which this model does not have"
+            shown = reprlib.repr(value)
+            message = f"{where} asks for {name} = {shown}, which this model does not have"
             if name in allowed:
                 message += f": it has {' and '.join(map(repr, allowed[name]))}"
             raise ValueError(f"{message}.")
@@ -103,7 +133,7 @@ def _is_possible(
     no_difference: Collection[str] | None,
 ) -> bool:
     """Return whether a model has an option with this value; arguments as of ``check_options``."""
-    if name in types and not _fits(value, types[name]):
+    if name in types and not _fits(name, value, types[name]):
         return False
     if name in allowed:
         values = value if isinstance(value, list) else [value]
@@ -113,11 +143,19 @@ def _is_possible(
     return value is None or value is False  # unknown, but switched off
 
 
-def _fits(value: Any, annotation: Any) -> bool:
-    """Return whether a value is a list, one value or null, as the type of its option allows."""
+def _fits(name: str, value: Any, annotation: Any) -> bool:
+    """Return whether the value of an option is of its type, and no number out of all bounds."""
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if value is None:
         return NoneType in kinds or bool in kinds  # some files have null for what is switched off
     if isinstance(value, list):
-        return any(get_origin(kind) is tuple for kind in kinds)
-    return any(get_origin(kind) is not tuple and kind is not NoneType for kind in kinds)
+        of_list = [get_args(kind) for kind in kinds if get_origin(kind) is tuple]
+        if not of_list or not 0 < len(value) <= LEVELS:
+            return False
+        return all(_fits(name, each, of_list[0][0]) for each in value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if type(value) in kinds and isinstance(value, int):
+            largest = next(size for word, size in LARGEST.items() if word in name)
+            return (name not in MAY_BE_ZERO) <= value <= largest
+        return float in kinds and 0 < value < LARGEST_FLOAT
+    return type(value) in kinds

@@ -27,11 +27,20 @@ from safetensors.numpy import save_file
 # others, in arrays that are not used.
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-# What files of other kinds begin with, whatever they are called.
-PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+# What pickles begin with, by any protocol, PyTorch's archives of them included.
+PICKLE = re.compile(rb"PK\x03\x04|PK\x05\x06|\x80[\x01-\x05]|[(}\])][dlq(t]|c[\w.]+\n[\w.]+\n")
 PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 A_PICKLE = "a pickle, which can run any program when it is read: get it as safetensors."
+ARCHIVES = (b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!")
 
+# What a folder may call a part, and what files with parameters are called in a part's folder.
+PART_NAME = re.compile(r"[a-z0-9_]+")
+PARAMETER_FILE = re.compile(
+    r"(diffusion_)?((pytorch|flax)_)?model([.-].+)?\.(safetensors|bin|msgpack)(\.index.*\.json)?"
+)
+
+# What parameters of CLIP begin with in files of transformers 5, which leaves out "text_model.".
+SHORT_NAME = re.compile(r"embeddings\.(token|position)|encoder\.layers\.|final_layer_norm\.")
 # Names in a VAE's attention, as in Flax and in files from before 2023, and what they are now.
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
@@ -45,6 +54,53 @@ LAYER = re.compile(
 TABLES = ("embedding.weight", "embed_tokens.weight")
 
 
+# Places.
+
+
+def find_inside(folder: Path, *names: str) -> Path:
+    """Return the place of a file or folder inside of a model's folder.
+
+    Parameters
+    ----------
+    folder : Path
+        The model's, or that of a part of it.
+    names : str
+        One below the other. They may come from a file, such as the index of shards.
+
+    Raises
+    ------
+    ValueError
+        If the place is outside of the model's folder, by ``..`` or by a link. Links into the
+        Hub's cache, where snapshots of models are made of them, are no fault.
+    FileNotFoundError
+        If there is a link that leads to nothing.
+    """
+    place = folder.joinpath(*names)
+    home = folder.resolve()
+    if (home.parent / "model_index.json").is_file():  # the folder is that of a part
+        home = home.parent
+    homes = [home]
+    for parent in home.parents:
+        if parent.name == "snapshots":
+            homes.append(parent.parent / "blobs")
+    try:
+        target = place.resolve()
+        is_inside = any(target.is_relative_to(each) for each in homes)
+        leads_nowhere = place.is_symlink() and not place.exists()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or no name of a file at all
+        is_inside, leads_nowhere = False, False
+    if not is_inside:
+        raise ValueError(
+            f"{str(place)!r} is outside of {folder}, which may only use files of its own: put the "
+            "file there, or get the folder from a source that you trust."
+        )
+    if leads_nowhere:
+        raise FileNotFoundError(
+            f"{place} is a link to {target}, and nothing is there: download the folder again."
+        )
+    return place
+
+
 # Texts.
 
 
@@ -53,9 +109,11 @@ def read_text(file: str | Path) -> str:
     file = Path(file)
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
+    data = file.read_bytes()
     try:
-        return file.read_text(encoding="utf-8")
+        return data.decode("utf-8-sig")  # Windows may write a mark in front
     except UnicodeDecodeError as error:
+        refuse_other_kinds(file, data)
         raise ValueError(f"{file} is damaged, or no text: {error}. Get it again.") from None
 
 
@@ -69,18 +127,75 @@ def read_json(file: str | Path) -> dict:
     """
     text = read_text(file)
     try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is damaged, or no JSON: {error}. Get it again.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} is no object with names and values: get it again.")
+        content = parse_json(text, str(file))
+    except ValueError:
+        refuse_other_kinds(Path(file), text.encode())
+        raise
+    if isinstance(content.get("error"), str):
+        refuse_other_kinds(Path(file), text.encode())
     return content
 
 
+def parse_json(text: str, what: str) -> dict:
+    """Return the object that a text has in JSON. ``what`` the text is, is for the message.
+
+    Raises
+    ------
+    ValueError
+        If it is no JSON, or something else than an object.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:  # the latter if it is nested without end
+        raise ValueError(f"{what} is damaged, or no JSON: {error}. Get it again.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} is no object with names and values: get it again.")
+    return content
+
+
+def to_json(content: dict) -> bytes:
+    """Return the text of a JSON file as diffusers writes it, but that letters stay letters."""
+    return f"{json.dumps(content, indent=2, ensure_ascii=False)}\n".encode()
+
+
 def write_json(file: Path, content: dict) -> None:
-    """Write a JSON file as diffusers does, but that letters stay letters."""
-    text = json.dumps(content, indent=2, ensure_ascii=False)
-    file.write_text(f"{text}\n", encoding="utf-8")
+    """Write a JSON file, by ``write_bytes``."""
+    write_bytes(file, to_json(content))
+
+
+def write_bytes(file: Path, data: bytes) -> None:
+    """Write a file, by ``write_whole``."""
+    write_whole(file, lambda place: place.write_bytes(data))
+
+
+def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file beside its place, and move it there once it is whole.
+
+    So a disk that is full leaves an earlier file as it was. The file's folder is made if it is not
+    there. Whoever may read other new files of this user may read it.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    """
+    unfinished = file.with_name(f"{file.name}.unfinished")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.unlink(missing_ok=True)  # it may be a link
+        unfinished.touch()
+        mode = unfinished.stat().st_mode  # as the umask has it, which safetensors does not ask
+        write(unfinished)
+        unfinished.chmod(mode)
+        unfinished.replace(file)
+    except (OSError, SafetensorError) as error:  # the latter is no OSError, whatever went wrong
+        raise OSError(
+            f"{file} cannot be written ({error}): make room, or give another place, and start the "
+            "same again."
+        ) from None
+    finally:
+        if unfinished.is_file():
+            unfinished.unlink()
 
 
 # Safetensors.
@@ -129,7 +244,11 @@ def read_safetensors(file: str | Path) -> tuple[dict[str, Stored], dict[str, str
         raise ValueError(f"{file} is {A_PICKLE}")
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: get it, or give a different file.")
-    _refuse_other_kinds(file)
+    with file.open("rb") as stream:
+        start = stream.read(200)
+    length = int.from_bytes(start[:8], "little")  # of the header, which is JSON
+    if start[8:9] != b"{" or length > file.stat().st_size:
+        refuse_other_kinds(file, start)
     try:
         opened = safe_open(file, framework="numpy")
     except SafetensorError as error:
@@ -140,33 +259,49 @@ def read_safetensors(file: str | Path) -> tuple[dict[str, Stored], dict[str, str
         entry = opened.get_slice(name)
         kind = entry.get_dtype()
         dtype = jnp.dtype(FLOATS[kind]) if kind in FLOATS else kind
-        read = functools.partial(opened.get_tensor, name)
+        read = functools.partial(_read_array, opened, file, name)
         arrays[name] = Stored(tuple(entry.get_shape()), dtype, read)
     return arrays, opened.metadata() or {}
 
 
-def _refuse_other_kinds(file: Path) -> None:
-    """Raise ``ValueError`` if the first bytes of a file are those of a kind that is not read."""
-    with file.open("rb") as opened:
-        start = opened.read(16)
-    if start[8:9] == b"{":  # the header of safetensors, whatever its length in front of it is
-        return
-    if start.startswith(PICKLES):
-        raise ValueError(f"{file} is {A_PICKLE}")
+def _read_array(opened: Any, file: Path, name: str) -> np.ndarray:
+    """Read one array of an open file of safetensors, and check its numbers."""
+    value = opened.get_tensor(name)
+    check_finite(file, name, value)
+    return value
+
+
+def refuse_other_kinds(file: Path, start: bytes) -> None:
+    """Raise ``ValueError`` if a file is of a kind that is not read, by its first bytes.
+
+    Nothing is raised where they do not say what it is.
+    """
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if start.startswith(b"GGUF"):
         raise ValueError(
             f"{file} is GGUF, whose numbers are in blocks of 2 to 8 bits: get the model as "
             "safetensors in float16 or bfloat16."
         )
-    if start.lstrip().startswith(b"<"):
+    if text.startswith(b"<"):
         raise ValueError(
             f"{file} is a web page, as sites give it to those who have to log in: download the "
             "file in a browser, or give a token."
         )
-    if start.startswith(b"version https://"):
+    if text.startswith(b"version https://"):
         raise ValueError(
             f"{file} only says where the file is (Git LFS): run `git lfs pull`, or download it "
             "from its page."
+        )
+    if PICKLE.match(start):
+        raise ValueError(f"{file} is {A_PICKLE}")
+    if start.startswith(ARCHIVES):
+        raise ValueError(f"{file} is an archive: unpack it, and give the file that is in it.")
+    is_text = re.match(rb"[\s -~]{9}", text)
+    if is_text and (b'"error"' in text[:200] or not text.startswith((b"{", b"["))):
+        message = " ".join(text[:80].decode("utf-8", "replace").split())
+        raise ValueError(
+            f"{file} is the message of a site in place of the file, {message!r}: log in there, or "
+            "give a token, and download it again."
         )
 
 
@@ -186,31 +321,42 @@ def check_numbers(place: Path, value: Stored | np.ndarray) -> None:
     raise ValueError(f"{place} holds numbers as {name}: get float32, float16 or bfloat16.")
 
 
+def check_finite(place: str | Path, name: str, value: np.ndarray) -> None:
+    """Raise ``ValueError`` if an array has numbers that are infinite, or none at all (NaN).
+
+    ``place`` is the file that has the array, and ``name`` what it is called there.
+    """
+    value = np.asarray(value)
+    if str(value.dtype) not in FLOATS.values():
+        return
+    # In all formats of floats, these are the numbers whose exponent is that of infinity. To look
+    # at the bits is faster than to ask for each number.
+    bits = np.ascontiguousarray(value).reshape(-1).view(f"u{value.dtype.itemsize}")
+    exponent = np.array(np.inf, value.dtype).view(bits.dtype)
+    for start in range(0, bits.size, 2**22):  # so that little memory is needed
+        if ((bits[start : start + 2**22] & exponent) == exponent).any():
+            raise ValueError(
+                f"{place} has numbers in {name} that are infinite or NaN, with which a model draws "
+                "nothing: get it again, or train it anew with a smaller learning rate."
+            )
+
+
 def write_safetensors(
     file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write safetensors beside the file, and move them there once they are whole.
-
-    So a disk that is full leaves an earlier file as it was. The file's folder is made if it is not
-    there.
+    """Write safetensors, by ``write_whole``.
 
     Raises
     ------
     OSError
         If it cannot be written, because of a full disk for example.
+    ValueError
+        If numbers are infinite or NaN.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.unfinished")
-    try:
-        save_file(tensors, unfinished, metadata={"format": "pt"} | (metadata or {}))
-        unfinished.replace(file)
-    except SafetensorError as error:  # which is no OSError, whatever went wrong
-        raise OSError(
-            f"{file} cannot be written ({error}): make room, or give another place, and start the "
-            "same again."
-        ) from None
-    finally:
-        unfinished.unlink(missing_ok=True)
+    for name, value in tensors.items():
+        check_finite(f"What was to be written as {file}", name, value)
+    metadata = {"format": "pt"} | (metadata or {})
+    write_whole(file, functools.partial(save_file, tensors, metadata=metadata))
 
 
 # The order of axes.
@@ -322,16 +468,21 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
     """
     word = f".{variant}" if variant else ""
     for stem in ("diffusion_pytorch_model", "model"):
-        file = folder / f"{stem}{word}.safetensors"
+        file = find_inside(folder, f"{stem}{word}.safetensors")
         if file.exists():
             return [file]
-        index = folder / f"{stem}.safetensors.index{word}.json"
+        index = find_inside(folder, f"{stem}.safetensors.index{word}.json")
         if index.exists():
             places = read_json(index).get("weight_map")
-            if not isinstance(places, dict):
+            if not isinstance(places, dict) or not places:
                 raise ValueError(f"{index} does not say where parameters are: get it again.")
-            return [folder / name for name in sorted(set(places.values()))]
-    flax_files = list(folder.glob("*flax_model.msgpack"))
+            for name in places.values():
+                if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+                    raise ValueError(
+                        f"{index} names {name!r}, which is no file beside it: get it again."
+                    )
+            return [find_inside(folder, name) for name in sorted(set(places.values()))]
+    flax_files = [find_inside(folder, file.name) for file in folder.glob("*flax_model.msgpack")]
     if flax_files and not variant:
         return flax_files
     there = ", ".join(sorted(file.name for file in folder.glob("*model*"))) or "nothing"
@@ -341,6 +492,11 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
         advice = "give the variant in its files' names"
         if variant:
             advice += f", which is {variant} now"
+    elif there == "nothing":
+        advice = (
+            "download the folder again. If its files on the Hub have a variant in their names, as "
+            "model.fp16.safetensors, give that (--variant fp16)"
+        )
     else:
         advice = (
             "get safetensors; a .bin or .ckpt is not read, as it is a pickle, which can run any "
@@ -377,7 +533,15 @@ def read_part(folder: Path, variant: str | None = None) -> dict[str, Stored | np
 
 
 def new_name(name: str) -> str:
-    """Return what a parameter is called today that files from before 2023 call something else."""
+    """Return what a parameter is called here that other files in diffusers' format call otherwise.
+
+    Those from before 2023 do for the VAE, and those of transformers 5 for CLIP.
+
+    >>> new_name("encoder.layers.0.mlp.fc1.bias")
+    'text_model.encoder.layers.0.mlp.fc1.bias'
+    """
+    if SHORT_NAME.match(name):
+        return f"text_model.{name}"
     for old, new in OLD_NAMES.items():
         name = name.replace(f"attentions.0.{old}.", f"attentions.0.{new}.")
     return name
@@ -396,12 +560,22 @@ def read_flax(file: Path) -> dict[str, np.ndarray]:
                 if not name.startswith("linear_"):
                     name = re.sub(r"_(\d+)$", r".\1", name)  # down_blocks_0 is down_blocks.0
                 flatten(value, f"{prefix}{name}.")
-            elif name == "bias":
-                parameters[f"{prefix}bias"] = value
-            else:  # a kernel, scale or embedding
-                parameters[f"{prefix}weight"] = value
+                continue
+            name = "bias" if name == "bias" else "weight"  # a kernel, scale or embedding
+            check_finite(file, f"{prefix}{name}", value)
+            parameters[f"{prefix}{name}"] = value
 
-    flatten(msgpack_restore(file.read_bytes()), "")
+    data = file.read_bytes()
+    try:
+        tree = msgpack_restore(data)
+        leaves = jax.tree.leaves(tree, is_leaf=lambda value: value is None)
+        is_whole = isinstance(tree, dict) and all(isinstance(x, np.ndarray) for x in leaves)
+    except Exception:  # the package raises many kinds
+        is_whole = False
+    if not is_whole:
+        refuse_other_kinds(file, data[:200])
+        raise ValueError(f"{file} is damaged, or holds no parameters of Flax: get it again.")
+    flatten(tree, "")
     return parameters
 
 
@@ -469,7 +643,7 @@ def load_parts(
     for part, needed in shapes.items():
         single = unstack_layers(needed)
         stored[part] = {}
-        for name, value in read_part(folder / part, variant).items():
+        for name, value in read_part(find_inside(folder, part), variant).items():
             if name in single or is_unread is None or not is_unread(part, name):
                 stored[part][name] = value
         check_part(folder / part, stored[part], single)
@@ -506,7 +680,7 @@ def stored_dtypes(
     dtypes = {}
     for part in parts:
         sizes = {}
-        for value in read_part(Path(folder) / part, variant).values():
+        for value in read_part(find_inside(Path(folder), part), variant).values():
             sizes[value.dtype] = sizes.get(value.dtype, 0) + math.prod(value.shape)
         dtypes[part] = max(sizes, key=sizes.get)
     return dtypes

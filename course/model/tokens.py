@@ -71,6 +71,9 @@ def warn_of_length(text: str, starts: list[int], room: int, around: str = "") ->
 def read_splitter(file: Path) -> tokenizers.Tokenizer:
     """Read a ``tokenizer.json``, which says how texts are cut into tokens.
 
+    It may have been saved after a call with padding or truncation, which it then holds. Both are
+    left to the model here.
+
     Raises
     ------
     FileNotFoundError, ValueError
@@ -78,9 +81,12 @@ def read_splitter(file: Path) -> tokenizers.Tokenizer:
     """
     read_json(file)  # which says what is wrong with a file that is no JSON
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        splitter = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises no kind of its own
         raise ValueError(f"{file} is no tokenizer: {error}. Get it again.") from None
+    splitter.no_padding()
+    splitter.no_truncation()
+    return splitter
 
 
 def special_token(file: Path, settings: dict, name: str) -> str:
@@ -94,23 +100,36 @@ def special_token(file: Path, settings: dict, name: str) -> str:
     token = settings.get(name)
     if isinstance(token, dict):
         token = token.get("content")
-    if not isinstance(token, str):
+    if not isinstance(token, str) or not token:
         raise ValueError(f"{file} does not say what {name} is: download the folder again.")
     return token
 
 
-def max_length(file: Path, settings: dict, default: int) -> int:
-    """Return how many tokens are read at most, by a tokenizer's settings or else by default.
+def check_vocabulary(folder: Path, splitter: tokenizers.Tokenizer, rows: int) -> None:
+    """Raise ``ValueError`` if a tokenizer has tokens that a text encoder has no embeddings for."""
+    last = max(splitter.get_vocab().values(), default=0)
+    if last >= rows:
+        raise ValueError(
+            f"{folder} has tokens up to number {last}, and the text encoder's configuration means "
+            f"{rows} of them, from 0 on: get both from the same model."
+        )
+
+
+def max_length(file: Path, settings: dict, room: int) -> int:
+    """Return how many tokens are read at most: those that a tokenizer's settings allow, or fewer.
+
+    ``room`` is for how many the text encoder has room. Some settings have 10³⁰ for no limit.
 
     Raises
     ------
     ValueError
-        If they say it, and it is no number. ``file`` is where they stand, for the message.
+        If they say it, and it is no number, or too small for the tokens around a prompt. ``file``
+        is where they stand, for the message.
     """
-    length = settings.get("model_max_length", default)
-    if not isinstance(length, int | float):
+    length = settings.get("model_max_length", room)
+    if isinstance(length, bool) or not isinstance(length, int | float) or not length > 2:
         raise ValueError(
-            f"{file} has {length!r} for model_max_length, which is no number: download the folder "
-            "again."
+            f"{file} has {length!r} for model_max_length, which is no number of tokens: download "
+            "the folder again."
         )
-    return int(length)
+    return int(min(length, room))

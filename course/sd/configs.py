@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from course.model.autoencoder import AutoencoderConfig
 from course.model.configs import part_class, read_options
-from course.model.files import read_json
+from course.model.files import find_inside, read_json
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,12 @@ class Scheduler(NamedTuple):
 
 LINSPACE = {"timestep_spacing": "linspace"}
 SCALED = LINSPACE | {"beta_start": 0.00085, "beta_end": 0.012}
+OF_LCM = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = {
     "DDIMScheduler": Scheduler("ddim", {"clip_sample": True}, begins_at_noise=True),
+    "DDPMScheduler": Scheduler("ddim", {"clip_sample": True}, is_nearest=True),
+    "LCMScheduler": Scheduler("ddim", OF_LCM, is_nearest=True),
+    "TCDScheduler": Scheduler("ddim", OF_LCM, is_nearest=True),
     "PNDMScheduler": Scheduler("pndm", {"set_alpha_to_one": False}),
     "EulerDiscreteScheduler": Scheduler("euler", LINSPACE, begins_at_noise=True),
     # Its offset is no option.
@@ -169,24 +173,30 @@ SCHEDULERS = {
     "UniPCMultistepScheduler": Scheduler("dpm++", LINSPACE, is_nearest=True, begins_at_noise=True),
 }
 
-# Options of schedulers that say how steps are taken, and not what the model was trained for. If
-# they ask for something else than this, there is a warning, and steps are taken in this way.
-STEPS_ONLY = {
-    "algorithm_type": "dpmsolver++",
-    "euler_at_final": False,
+# Options of schedulers that say how steps are taken, and not what the model was trained for, by
+# samplers. If they ask for something else than this, there is a warning, and steps are taken in
+# this way. A file may have those of other schedulers, too, which diffusers does not look at.
+SIGMAS = {
     "final_sigmas_type": "zero",
-    "interpolation_type": "linear",
-    "lambda_min_clipped": -math.inf,
-    "lower_order_final": True,
-    "skip_prk_steps": True,
-    "solver_order": 2,
-    "solver_type": "midpoint",
-    "thresholding": False,
-    "timestep_type": "discrete",
     "use_beta_sigmas": False,
     "use_exponential_sigmas": False,
     "use_karras_sigmas": False,
-    "use_lu_lambdas": False,
+}
+STEPS_ONLY = {
+    "ddim": {"thresholding": False},
+    "pndm": {"skip_prk_steps": True},
+    "euler": SIGMAS | {"interpolation_type": "linear", "timestep_type": "discrete"},
+    "dpm++": SIGMAS
+    | {
+        "algorithm_type": "dpmsolver++",
+        "euler_at_final": False,
+        "lambda_min_clipped": -math.inf,
+        "lower_order_final": True,
+        "solver_order": 2,
+        "solver_type": "midpoint",
+        "thresholding": False,
+        "use_lu_lambdas": False,
+    },
 }
 
 # The values that this model has for an option. If the option is a list, each of its values is one
@@ -226,6 +236,7 @@ NO_DIFFERENCE = {
     "attention_dropout",
     "bos_token_id",
     "clip_sample_range",
+    "corrector_order",
     "disable_corrector",
     "dropout",
     "dtype",
@@ -234,18 +245,26 @@ NO_DIFFERENCE = {
     "force_upcast",
     "initializer_factor",
     "initializer_range",
+    "noise_sampler_seed",
+    "original_inference_steps",
     "pad_token_id",
     "predict_x0",
+    "predictor_order",
+    "rho",
     "sample_max_value",
     "sample_size",
+    "sigma_data",
     "sigma_max",
     "sigma_min",
+    "sigma_schedule",
     "solver_p",
     "split_head_dim",
     "time_shift_type",
+    "timestep_scaling",
     "torch_dtype",
     "transformers_version",
     "use_memory_efficient_attention",
+    "variance_type",
 }
 
 
@@ -300,11 +319,14 @@ def _without_other_steps(options: dict, kind: str, where: str | Path) -> dict:
     """
     scheduler = SCHEDULERS[kind]
     asks = [kind] if scheduler.is_nearest else []
+    its_own = {} if scheduler.is_nearest else STEPS_ONLY[scheduler.sampler]
     left = {}
     for name, value in options.items():
-        if name not in STEPS_ONLY:
+        if name == "clip_sample" and scheduler.sampler != "ddim":
+            continue
+        if not any(name in others for others in STEPS_ONLY.values()):
             left[name] = value
-        elif not scheduler.is_nearest and value not in (STEPS_ONLY[name], None):
+        elif name in its_own and value not in (its_own[name], None):
             asks.append(f"{name} = {value!r}")
     if kind == "PNDMScheduler" and "skip_prk_steps" not in options:
         asks.append("skip_prk_steps = False")
@@ -326,7 +348,7 @@ def read_config(folder: str | Path) -> Config:
         If the folder is for a different pipeline, lacks a text encoder, or as for ``read_class``.
     """
     folder = Path(folder)
-    index = read_json(folder / "model_index.json")
+    index = read_json(find_inside(folder, "model_index.json"))
     pipeline = index.get("_class_name")
     if not isinstance(pipeline, str):
         raise ValueError(
@@ -341,7 +363,7 @@ def read_config(folder: str | Path) -> Config:
         )
 
     def read_part(name: str, file: str = "config.json") -> Any:
-        where = folder / name / file
+        where = find_inside(folder, name, file)
         return read_class(read_json(where), part_class(folder, index, name), where)
 
     encoders = [read_part("text_encoder")]

@@ -1,5 +1,6 @@
 """Reading and writing a model in a folder in diffusers' format."""
 
+import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,17 +11,32 @@ import jax.numpy as jnp
 
 from course.model.configs import part_class
 from course.model.files import (
+    PARAMETER_FILE,
+    PART_NAME,
+    Stored,
     check_dtype,
+    find_inside,
     load_parts,
     read_json,
     to_files,
+    to_json,
+    write_bytes,
     write_json,
     write_safetensors,
 )
+from course.model.tokens import check_vocabulary
 from course.sd.configs import SCHEDULERS, Config, ScheduleConfig, read_config
 from course.sd.parameters import parameter_shapes
 from course.sd.tokenizer import Tokenizer, read_encoder
 
+# What the folder of a tokenizer may have, besides its settings.
+TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
 # What files have and nothing here reads: the numbers from 0 to 76, in files from before 2023.
 POSITION_IDS = "text_model.embeddings.position_ids"
 
@@ -66,9 +82,11 @@ def load(
     folder = Path(folder)
     dtype = check_dtype(dtype)
     config = read_config(folder)
-    encoders = [read_encoder(folder / "tokenizer")]
-    if len(config.text) == 2:
-        encoders.append(read_encoder(folder / "tokenizer_2"))
+    encoders = []
+    for part, text in zip(("tokenizer", "tokenizer_2"), config.text, strict=False):
+        place = find_inside(folder, part)
+        encoders.append(read_encoder(place, text.max_position_embeddings))
+        check_vocabulary(place, encoders[-1].splitter, text.vocab_size)
     shapes = parameter_shapes(config, dtype)
     params = load_parts(folder, shapes, sharding, variant, _is_unread)
     return params, config, Tokenizer(tuple(encoders))
@@ -109,38 +127,50 @@ def save(
     """
     source = Path(source)
     folder = Path(folder)
+    for values in params.values():
+        for value in values.values():
+            if isinstance(value, Stored):
+                value.read()  # so that bad numbers are found before something is written
     copy_settings(params.keys(), source, folder, schedule)
     for part, values in params.items():
         wanted = dtype.get(part) if isinstance(dtype, dict) else dtype
         stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
-        write_safetensors(folder / part / f"{stem}.safetensors", to_files(values, wanted))
+        written = find_inside(folder, part) / f"{stem}.safetensors"
+        write_safetensors(written, to_files(values, wanted))
+        for file in written.parent.iterdir():  # parameters of the model that was there before
+            if file != written and PARAMETER_FILE.fullmatch(file.name):
+                file.unlink()
 
 
 def copy_settings(
     parts: Iterable[str], source: Path, folder: Path, schedule: ScheduleConfig | None = None
 ) -> None:
     """Copy what a folder in diffusers' format has besides parameters, for PyTorch's classes."""
-    index = read_json(source / "model_index.json")
+    index = read_json(find_inside(source, "model_index.json"))
     is_flax = part_class(source, index, "scheduler").startswith("Flax")
+    texts = {}  # by the folders where they shall be; all are read before one is written
     for name, value in index.items():
         if not isinstance(value, list):  # a name that begins with "_", or an option
             continue
         if name in parts or name.startswith(("tokenizer", "scheduler")):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-            for file in (source / name).iterdir():
-                if file.suffix not in (".json", ".txt") or ".index" in file.name:
-                    continue  # parameters, or the index of those in several files
-                copy = folder / name / file.name
-                if file.name.endswith("config.json"):
-                    write_json(copy, _without_flax(read_json(file)))
-                else:
-                    copy.write_bytes(file.read_bytes())
+            if not PART_NAME.fullmatch(name):
+                raise ValueError(
+                    f"{source} has a part called {name!r}: names of parts have small letters, "
+                    "digits and _ alone, so get the folder from a source that you trust."
+                )
+            texts[find_inside(folder, name)] = _read_texts(find_inside(source, name))
         else:
             index[name] = [None, None]  # as diffusers writes it
+    for place, files in texts.items():
+        for name, data in files.items():
+            write_bytes(place / name, data)
+        for name in TOKENIZER_FILES:
+            if name not in files:
+                (place / name).unlink(missing_ok=True)  # of the model that was there before
     index = _without_flax(index)
     own = read_config(source).schedule
     schedule = schedule or own
-    file = folder / "scheduler" / "scheduler_config.json"
+    file = find_inside(folder, "scheduler", "scheduler_config.json")
     options = read_json(file)
     written_for = SCHEDULERS.get(part_class(source, index, "scheduler"))
     if schedule.rescale_betas_zero_snr and not (written_for and written_for.begins_at_noise):
@@ -152,6 +182,27 @@ def copy_settings(
         if name != "sampler" and (is_flax or value != getattr(own, name)):
             options[name] = value
     write_json(file, options)
+
+
+def _read_texts(folder: Path) -> dict[str, bytes]:
+    """Return what the folder of a part has besides parameters, by the names of files."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is missing: give a whole folder in diffusers' format.")
+    texts = {}
+    for name in sorted(file.name for file in folder.iterdir()):
+        if not name.endswith((".json", ".txt")) or ".index" in name:
+            continue  # parameters, or the index of those in several files
+        file = find_inside(folder, name)
+        if name.endswith("config.json"):
+            texts[name] = to_json(_without_flax(read_json(file)))
+        else:
+            texts[name] = file.read_bytes()
+    if folder.name.startswith("tokenizer") and "vocab.json" not in texts:
+        # As transformers 5 writes it. With both files, all versions of transformers read it.
+        with tempfile.TemporaryDirectory() as place:
+            for file in read_encoder(folder).splitter.model.save(place):
+                texts[Path(file).name] = Path(file).read_bytes()
+    return texts
 
 
 def _without_flax(options: dict) -> dict:

@@ -7,12 +7,15 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from course.model.files import read_json, read_text
+from course.model.files import find_inside, read_json, read_text
 from course.model.tokens import check_prompts, max_length, special_token, warn_of_length
 
 # Endings, words, digits and signs, as in openai/CLIP.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
+# What settings have for tokens that were added to the vocabulary, and what they say of each.
+ADDED = "added_tokens_decoder"
+TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 ROOM = 77  # how many tokens CLIP's text encoders read, where nothing else is said
 
@@ -96,10 +99,16 @@ class Tokenizer:
         return Tokenizer(tuple(encoders))
 
 
-def read_encoder(folder: str | Path) -> Encoder:
+def read_encoder(folder: str | Path, room: int = ROOM) -> Encoder:
     """Read the tokenizer of one text encoder, as transformers' ``CLIPTokenizerFast`` does.
 
-    The folder has ``vocab.json``, ``merges.txt`` and ``tokenizer_config.json``.
+    Parameters
+    ----------
+    folder : str or Path
+        With ``tokenizer_config.json``, and either ``vocab.json`` and ``merges.txt`` or, as
+        transformers 5 writes it, ``tokenizer.json`` alone.
+    room : int
+        How many tokens the text encoder reads. The tokenizer's settings may allow fewer.
 
     Raises
     ------
@@ -107,42 +116,67 @@ def read_encoder(folder: str | Path) -> Encoder:
         If one of them is missing or damaged.
     """
     folder = Path(folder)
-    settings_file = folder / "tokenizer_config.json"
+    settings_file = find_inside(folder, "tokenizer_config.json")
     settings = read_json(settings_file)
-    vocabulary = read_json(folder / "vocab.json")
-    merges = []
-    for line in read_text(folder / "merges.txt").splitlines():
-        if line and not line.startswith("#version"):
-            merges.append(tuple(line.split()))
+    vocabulary, merges, added = _read_pieces(folder, settings)
 
-    start = special_token(settings_file, settings, "bos_token")
-    end = special_token(settings_file, settings, "eos_token")
-    fill = special_token(settings_file, settings, "pad_token")
+    names = ("bos_token", "eos_token", "pad_token")
+    start, end, fill = (special_token(settings_file, settings, name) for name in names)
     try:
+        merges = [tuple(pair.split() if isinstance(pair, str) else pair) for pair in merges]
+        if isinstance(added, list):
+            added = {token["id"]: token for token in added}
+        for token in (start, end):
+            if token not in vocabulary and token not in str(added):
+                raise ValueError(f"{token!r} is no token of it")
         pieces = models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end)
+        splitter = tokenizers.Tokenizer(pieces)
+        splitter.normalizer = normalizers.Sequence(
+            [
+                normalizers.NFC(),
+                normalizers.Replace(Regex(r"\s+"), " "),
+                normalizers.Lowercase(),
+            ]
+        )
+        splitter.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(PATTERN), behavior="removed", invert=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+        for token in dict.fromkeys((start, end, fill)):  # each once
+            splitter.add_special_tokens([AddedToken(token, normalized=True)])
+        for number, token in sorted((int(number), token) for number, token in added.items()):
+            if token["content"] not in (start, end, fill):
+                flags = {name: token[name] for name in TOKEN_FLAGS if name in token}
+                splitter.add_tokens([AddedToken(token["content"], **flags)])
+            if splitter.token_to_id(token["content"]) != number:
+                raise ValueError(f"its token {token['content']!r} has no place at {number}")
     except Exception as error:  # the package raises no kind of its own
-        what, *_ = str(error).splitlines()  # the other lines are about types of the package
+        what = str(error).partition("\n")[0]  # the other lines are about types of the package
         raise ValueError(f"{folder} holds no tokenizer of CLIP: {what}. Get it again.") from None
-    splitter = tokenizers.Tokenizer(pieces)
-    splitter.normalizer = normalizers.Sequence(
-        [
-            normalizers.NFC(),
-            normalizers.Replace(Regex(r"\s+"), " "),
-            normalizers.Lowercase(),
-        ]
-    )
-    splitter.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PATTERN), behavior="removed", invert=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    for token in dict.fromkeys((start, end, fill)):  # each once
-        splitter.add_special_tokens([AddedToken(token, normalized=True)])
     return Encoder(
         splitter=splitter,
-        room=max_length(settings_file, settings, ROOM),
+        room=max_length(settings_file, settings, room),
         start=splitter.token_to_id(start),
         end=splitter.token_to_id(end),
         fill=splitter.token_to_id(fill),
     )
+
+
+def _read_pieces(folder: Path, settings: dict) -> tuple[dict, list, dict | list]:
+    """Return a tokenizer's vocabulary, which pieces it joins, and the tokens added to them."""
+    whole = find_inside(folder, "tokenizer.json")
+    separate = find_inside(folder, "vocab.json")
+    content = None
+    if whole.is_file() and not (separate.is_file() and ADDED in settings):
+        content = read_json(whole)
+    added = settings.get(ADDED, (content or {}).get("added_tokens", []))
+    if separate.is_file() or content is None:
+        lines = read_text(find_inside(folder, "merges.txt")).splitlines()
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        return read_json(separate), merges, added
+    match content:
+        case {"model": {"vocab": dict(vocabulary), "merges": list(merges)}}:
+            return vocabulary, merges, added
+    raise ValueError(f"{whole} is no tokenizer of CLIP: get it again.")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from course.model.files import to_channels_first, unstack_layers
+from course.model.files import FLOATS, to_channels_first, unstack_layers
 from course.sd import Config
-from course.sd.convert import LAYOUTS, Layout, name_in_layout, original_name
+from course.sd.convert import Layout, name_in_layout, original_name
 
 
 def single_file(
@@ -31,7 +31,9 @@ def single_file(
             else:
                 theirs, third = name_in_layout(layout, part, name, config)
             value = to_channels_first(name, value).astype(dtype)
-            if theirs.endswith("text_projection"):
+            if layout is not None and theirs.endswith("text_projection"):
+                theirs += ".weight"  # as diffusers' own script writes it
+            elif theirs.endswith("text_projection"):
                 value = np.ascontiguousarray(value.T)
             if ".attn_1." in theirs and value.ndim == 2:
                 value = value[:, :, None, None]
@@ -42,14 +44,6 @@ def single_file(
     for theirs, values in thirds.items():
         tensors[theirs] = np.concatenate(values)
     return tensors
-
-
-def layout_of(part: str, prefix: str, names: str | None = None) -> dict[str, Layout]:
-    """The layout of a part that has this prefix, and these names if there are several."""
-    for layout in LAYOUTS[part]:
-        if layout.prefix == prefix and names in (None, layout.names):
-            return {part: layout}
-    raise KeyError((part, prefix, names))
 
 
 def with_training(tensors: dict) -> dict:
@@ -80,6 +74,14 @@ def for_inpainting(tensors: dict) -> dict:
     return tensors | {name: np.concatenate([tensors[name], more], axis=1)}
 
 
+def spoiled(tensors: dict, ending: str, number: float) -> dict:
+    """The same tensors, with this number in the first one whose name has this ending."""
+    name = next(name for name in tensors if name.endswith(ending))
+    value = tensors[name].copy()
+    value.flat[0] = number
+    return tensors | {name: value}
+
+
 def edit_json(file: Path, change: Callable[[dict], dict]) -> None:
     """Write a JSON file anew, as ``change`` makes it."""
     content = change(json.loads(file.read_text(encoding="utf-8")))
@@ -93,6 +95,17 @@ def save(tensors: dict, file: Path, metadata: dict | None = None) -> Path:
         {name: np.ascontiguousarray(value) for name, value in tensors.items()}, file, metadata
     )
     return file
+
+
+def write_by_header(file: Path, header: str, tensors: dict) -> None:
+    """Write safetensors anew from the header that they had, and the numbers."""
+    entries = json.loads(header)
+    entries.pop("__metadata__", None)
+    with file.open("wb") as opened:
+        opened.write(len(header).to_bytes(8, "little"))
+        opened.write(header.encode())
+        for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
+            opened.write(tensors[name].astype(FLOATS[entries[name]["dtype"]]).tobytes())
 
 
 def save_in_parts(tensors: dict, folder: Path, stem: str, count: int) -> None:
