@@ -19,6 +19,7 @@ from tests.makers import files as make
 
 SOURCES = {name: Path(bundled_checkpoint(name).source) for name in ("shapes-sd", "shapes-sdxl")}
 SD = SOURCES["shapes-sd"]
+LORA = SD.parent / "loras" / "star-for-heart.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_without_a_network_a_hub_id_ends_in_a_sentence(error, monkeypatch, capsy
 
     monkeypatch.setattr(helpers.models, "snapshot_download", fail)
     message = "owner/name cannot be had, as the Hugging Face Hub cannot be reached"
-    run_command(course.lora, "owner/name", "out", "lora.safetensors=1", status=1)
+    run_command(course.lora, "owner/name", "out", LORA, status=1)
     assert message in capsys.readouterr().err
     run_command(course.convert, "file", "out", "--like", "owner/name", status=1)
     assert message in capsys.readouterr().err
@@ -92,7 +93,8 @@ def test_without_a_network_a_hub_id_ends_in_a_sentence(error, monkeypatch, capsy
 def test_a_scale_that_is_no_number_is_refused_by_the_command(capsys):
     with pytest.raises(SystemExit, match="2"):
         run_command(course.lora, SD, "out", "lora.safetensors=much")
-    assert "the scale of lora.safetensors is 'much': give a number" in capsys.readouterr().err
+    sentence = "the scale of lora.safetensors is 'much': give a finite number"
+    assert sentence in capsys.readouterr().err
 
 
 REFUSALS = {

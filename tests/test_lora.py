@@ -203,7 +203,92 @@ REFUSALS = {
         with_more("alpha", np.ones(2, np.float32)),
         "fit nothing in this model: .*alpha",
     ),
+    "an alpha that is NaN": (
+        with_more("alpha", np.float32([np.nan])),
+        "numbers in .*alpha that are infinite or NaN",
+    ),
+    "half that is NaN": (
+        lambda tensors: make.spoiled(tensors, "lora_B.weight", np.nan),
+        "numbers in .*lora_B.weight that are infinite or NaN",
+    ),
+    "products that are infinite": (
+        lambda tensors: make.spoiled(
+            with_more("alpha", np.float32([3e38]))(tensors), "lora_B.weight", 1000
+        ),
+        "numbers in .*alpha / rank times, that are infinite or NaN",
+    ),
+    "no rank": (
+        lambda tensors: {
+            name: value[..., :0] if "lora_B" in name else value[:0]
+            for name, value in tensors.items()
+        },
+        "of two ranks: get it again",
+    ),
+    "two adapters": (
+        lambda tensors: (
+            tensors
+            | {name.replace(".weight", ".second.weight"): value for name, value in tensors.items()}
+        ),
+        "which are for the same weight: take one LoRA for each file",
+    ),
 }
+
+
+# Options of PEFT, and the sentence by which they are refused.
+LAYER = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
+BAD_OPTIONS = {
+    "a list": ([], "is no object with names and values"),
+    "nothing": (None, "is no object with names and values"),
+    "a text for an alpha": ({"lora_alpha": "8"}, "'8' for an alpha, which is no number"),
+    "an alpha that is NaN": ({"lora_alpha": np.nan}, "nan for an alpha, which is no number"),
+    "an alpha for a float of no size": ({"lora_alpha": 10**400}, "for an alpha, which is no"),
+    "alphas that are a list": ({"alpha_pattern": [1]}, r"\[1\] for alpha_pattern: get it again"),
+    "an alpha of a layer that is a list": (
+        {"alpha_pattern": {"to_q": [1]}},
+        r"\[1\] for an alpha, which is no number",
+    ),
+    "an expression": ({"alpha_pattern": {".*to_q": 1}}, "reads names of layers alone"),
+    "half an expression": ({"alpha_pattern": {"(": 1}}, "reads names of layers alone"),
+    "an expression without end": (
+        {"alpha_pattern": {"(([a-z_0-9.]+)+)+!": 1}},
+        "reads names of layers alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BAD_OPTIONS)
+def test_options_that_are_damaged_are_refused_in_a_sentence(models, tmp_path, how):
+    params, config, _ = models["shapes-sd"]
+    options, message = BAD_OPTIONS[how]
+    metadata = {"lora_adapter_metadata": json.dumps(options)}
+    file = make.save(load_file(LORAS["diffusers"]), tmp_path / "lora.safetensors", metadata)
+    with pytest.raises(ValueError, match=message):
+        lora.read_lora(file, params, config)
+
+
+@pytest.mark.parametrize("name", [LAYER, f"^{LAYER}$", "to_q", "attn1.to_q", r"^.*to_v|to_k", "_q"])
+def test_alphas_of_layers_go_by_their_names(models, tmp_path, name):
+    params, config, _ = models["shapes-sd"]
+    halves = {"lora_A": np.ones((4, 96)), "lora_B": np.ones((96, 4))}
+    tensors = {f"unet.{LAYER}.{half}.weight": np.float32(x) for half, x in halves.items()}
+    metadata = {
+        "lora_adapter_metadata": json.dumps({"unet.lora_alpha": 4, "unet.alpha_pattern": {name: 8}})
+    }
+    file = make.save(tensors, tmp_path / "lora.safetensors", metadata)
+    if "|" in name:
+        with pytest.raises(ValueError, match="reads names of layers alone"):
+            lora.read_lora(file, params, config)
+        return
+    (pair,) = lora.read_lora(file, params, config)["unet"].values()
+    assert (pair.product[0] == (4 if name == "_q" else 8)).all()
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, 1e39, jnp.float32(-np.inf)])
+def test_a_scale_that_is_no_number_is_refused(models, loras, scale):
+    params, _, _ = models["shapes-sd"]
+    for add in (merge, attach):
+        with pytest.raises(ValueError, match=r"The scale of a LoRA is .*: give a number"):
+            add(params, loras["kohya"], scale)
 
 
 @pytest.mark.parametrize("how", REFUSALS)
@@ -228,7 +313,7 @@ def test_a_file_that_is_no_whole_lora_is_refused_in_a_sentence(models, tmp_path)
         "lora.pt": "is a pickle",
         "nothing.safetensors": "is missing",
         "half.safetensors": "damaged or no safetensors",
-        "options.safetensors": "options of PEFT that are damaged",
+        "options.safetensors": "options.safetensors, in PEFT's options, is damaged, or no JSON",
     }.items():
         with pytest.raises((FileNotFoundError, ValueError), match=message):
             lora.read_lora(tmp_path / name, params, config)

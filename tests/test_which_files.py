@@ -1,12 +1,15 @@
 """Which files are read: each kind in docs/which-files.toml, tried by the function of its name.
 
 The files are made here of the bundled checkpoints, or were written by PEFT, diffusers and LyCORIS
-(``python -m tests.makers.strangers``).
+(``python -m tests.makers.strangers`` and ``newest``).
 """
 
 import dataclasses
+import hashlib
+import itertools
 import json
 import os
+import pickle
 import shutil
 import tomllib
 import warnings
@@ -17,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from transformers import CLIPTokenizer
 
 import course.convert
 import helpers.models
 from course import flux2, sd
 from course.model.files import stack_layers, to_files, unstack_layers
+from course.model.lora import save_pairs
 from course.sd import convert, lora, words
 from course.sd.clip import EMBEDDINGS
 from helpers import bundled_checkpoint, find_model
@@ -31,6 +36,7 @@ from tests.makers import files as make
 SD = Path(bundled_checkpoint("shapes-sd").source)
 XL = Path(bundled_checkpoint("shapes-sdxl").source)
 STRANGERS = common.FIXTURES / "strangers"
+NEWEST = common.FIXTURES / "newest"
 KOHYA = SD.parent / "loras" / "star-for-heart.safetensors"
 PEFT = SD.parent / "loras" / "blue-for-red.safetensors"
 UNET = "unet/diffusion_pytorch_model"
@@ -73,8 +79,12 @@ class Bench:
     def products(self, name, file):
         """Read a LoRA, and compare what it adds with what it adds on PyTorch."""
         recorded = json.loads((STRANGERS / "products.json").read_text(encoding="utf-8"))
+        self.adds(file, recorded["products"][name])
+
+    def adds(self, file, products):
+        """Read a LoRA, and compare what its layers add to a vector of ones."""
         found = self.lora(file)
-        for layer, expected in recorded["products"][name].items():
+        for layer, expected in products.items():
             part = "text_encoder" if layer.startswith("text_model") else "unet"
             of_layers = {}
             for weight, pair in found[part].items():
@@ -126,7 +136,7 @@ def try_ema(bench):
 
 
 def try_short_text(bench):
-    layouts = make.layout_of("text_encoder", convert.TEXT_1, "short")
+    layouts = {"text_encoder": convert.Layout(convert.TEXT_1, "short")}
     bench.single(make.single_file(bench.params, bench.config, layouts))
 
 
@@ -134,7 +144,7 @@ def try_sd2(bench):
     tensors = make.single_file(bench.params, bench.sd2_config)
     assert any(name.startswith("cond_stage_model.model.") for name in tensors)
     bench.single(tensors, bench.sd2_config)
-    layouts = make.layout_of("text_encoder", "conditioner.embedders.0.model.")
+    layouts = {"text_encoder": convert.Layout("conditioner.embedders.0.model.", "open_clip")}
     bench.single(make.single_file(bench.params, bench.sd2_config, layouts), bench.sd2_config)
 
 
@@ -200,15 +210,35 @@ def try_xl_v(bench):
 def try_diffusers_names(bench):
     layouts = {}
     for part in ("unet", "vae", "text_encoder"):
-        layouts |= make.layout_of(part, f"{part}.")
+        layouts[part] = convert.Layout(f"{part}.", "diffusers")
     bench.single(make.single_file(bench.params, bench.config, layouts))
+
+
+def try_other_prefixes(bench):
+    for model, params, config in (
+        ("shapes-sd", bench.params, bench.config),
+        ("shapes-sdxl", bench.xl_params, bench.xl_config),
+    ):
+        for part in params:
+            alone = {part: params[part]}
+            others = make.single_file(
+                {other: values for other, values in params.items() if other != part}, config
+            )
+            for prefix, names in itertools.product(convert.PREFIXES[part], convert.NAMES[part]):
+                layouts = {part: convert.Layout(prefix, names)}
+                tensors = others | make.single_file(alone, config, layouts)
+                bench.single(tensors, config, params)
+        for wrapper in ("module.", "_orig_mod.", "state_dict."):
+            wrapped = {f"{wrapper}{name}": x for name, x in bench.singles[model].items()}
+            bench.single(wrapped, config, params)
 
 
 def try_other_vae(bench):
     zeros = jax.tree.map(np.zeros_like, bench.params["vae"])
     expected = bench.params | {"vae": zeros}
-    for layout in convert.ALONE["vae"]:
-        alone = make.single_file({"vae": zeros}, bench.config, {"vae": layout})
+    for names in convert.NAMES["vae"]:
+        layouts = {"vae": convert.Layout("", names)}
+        alone = make.single_file({"vae": zeros}, bench.config, layouts)
         file = make.save(alone, bench.place / "vae.safetensors")
         bench.single(bench.singles["shapes-sd"], expected=expected, vae=file)
         bench.single(without(bench.singles["shapes-sd"], convert.VAE), expected=expected, vae=file)
@@ -218,8 +248,9 @@ def try_other_vae(bench):
 
 def try_other_text(bench):
     zeros = jax.tree.map(np.zeros_like, bench.params["text_encoder"])
-    for layout in convert.ALONE["text_encoder"]:
-        alone = make.single_file({"text_encoder": zeros}, bench.config, {"text_encoder": layout})
+    for names in convert.NAMES["text_encoder"]:
+        layouts = {"text_encoder": convert.Layout("", names)}
+        alone = make.single_file({"text_encoder": zeros}, bench.config, layouts)
         file = make.save(alone, bench.place / "text.safetensors")
         expected = bench.params | {"text_encoder": zeros}
         bench.single(bench.singles["shapes-sd"], expected=expected, text_encoder=file)
@@ -250,11 +281,44 @@ def try_edm(bench):
 
 
 def try_sd3_flux(bench):
-    bench.single({"double_blocks.0.img_attn.qkv.weight": np.zeros((3, 3), np.float32)})
+    for name, kind in {
+        "joint_blocks.0.x_block.attn.qkv.weight": "for Stable Diffusion 3",
+        "double_blocks.0.img_attn.qkv.weight": "for FLUX.1",
+        "double_stream_modulation_img.lin.weight": "for FLUX.2",
+        "model.diffusion_model.noise_refiner.0.attention.qkv.weight": "for Z-Image",
+        "transformer_blocks.0.img_mod.1.weight": "for Qwen-Image",
+        "lora_unet_mid_block_resnets_0_conv1.lora_down.weight": "a LoRA, which course.lora builds",
+    }.items():
+        with pytest.raises(ValueError, match=f"model.safetensors is {kind}"):
+            bench.single({name: np.zeros((3, 3), np.float32)})
+    bench.single({name: np.zeros((3, 3), np.float32)})
 
 
 def try_fp8(bench):
     bench.single(make.in_8_bits(bench.singles["shapes-sd"]))
+
+
+def try_nan(bench):
+    bench.file = bench.place / "lora.safetensors"
+    with pytest.raises(ValueError, match=r"in lora_te_.* that are infinite or NaN"):
+        bench.lora(make.save(make.spoiled(load_file(KOHYA), "lora_up.weight", np.nan), bench.file))
+    with pytest.raises(ValueError, match=r"in toy that are infinite or NaN"):
+        bench.word({"toy": np.full((1, 64), np.inf, np.float32)})
+    spoiled = make.spoiled(bench.singles["shapes-sd"], "out.2.bias", np.nan)
+    file = make.save(spoiled, bench.place / "model.safetensors")
+    sd.save(convert.read_single_file(file, bench.config), SD, bench.place / "new")
+
+
+def try_message(bench):
+    for text in (b'{"error":"Unauthorized","message":"log in"}', b"Invalid username or password."):
+        bench.file.write_bytes(text)
+        for read in (convert.read_single_file, convert.read_schedule):
+            with pytest.raises(ValueError, match="is the message of a site in place of the file"):
+                read(bench.file, bench.config)
+    folder = shutil.copytree(bundled_checkpoint("shapes-flux2").source, bench.place / "klein")
+    (whole,) = (folder / "vae").glob("*.safetensors")
+    whole.write_bytes(text)
+    flux2.load(folder)
 
 
 def try_gguf(bench):
@@ -266,7 +330,11 @@ def try_pickle(bench):
     for name in ("model.ckpt", "model.pt", "model.pth", "model.bin"):
         with pytest.raises(ValueError, match="is a pickle"):
             convert.read_single_file(bench.place / name, bench.config)
-    bench.file.write_bytes(b"PK\x03\x04" + bytes(99))  # as PyTorch writes it
+    starts = [pickle.dumps({"a": [1]}, protocol) for protocol in range(6)]
+    for start in (*starts, b"PK\x03\x04" + bytes(99)):  # which is PyTorch's archive
+        bench.file.write_bytes(start)
+        with pytest.raises(ValueError, match="is a pickle"):
+            bench.lora(bench.file)
     convert.read_single_file(bench.file, bench.config)
 
 
@@ -292,6 +360,44 @@ def try_folder(bench):
     rounded = jax.tree.map(lambda x: np.asarray(x, jnp.bfloat16), bench.params)
     assert make.is_same(sd.load(place, jnp.bfloat16)[0], rounded)
     assert make.is_same(sd.load(SD)[0], bench.params)  # which has Flax weights
+
+
+def as_transformers_5(bench):
+    """A folder whose tokenizer and text encoder are as transformers 5 saves them."""
+    folder = bench.folder_copy()
+    recorded = json.loads((NEWEST / "recorded.json").read_text(encoding="utf-8"))["text_encoder"]
+    header, expected = recorded["model.safetensors"]
+    file = folder / "text_encoder" / "model.safetensors"
+    tensors = {name.removeprefix("text_model."): value for name, value in load_file(file).items()}
+    file.unlink()
+    make.write_by_header(file, header, tensors)
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == expected
+    (folder / "text_encoder" / "config.json").unlink()
+    (folder / "text_encoder" / "config.json").write_text(recorded["config.json"])
+    shutil.rmtree(folder / "tokenizer")
+    shutil.copytree(NEWEST / "tokenizer", folder / "tokenizer")
+    return folder
+
+
+def try_transformers_5(bench):
+    folder = as_transformers_5(bench)
+    params, config, tokenize = sd.load(folder)
+    assert make.is_same(params, bench.params)
+    assert config == sd.read_config(bench.folder)
+    prompts = ["a small red heart", "naïve café 中文 it's WE'LL 12345 🙂"]
+    assert np.array_equal(tokenize(prompts), bench.tokenize(prompts))
+    file = make.save(bench.singles["shapes-sd"], bench.file)
+    new = bench.place / "new"
+    assert course.convert.main([str(file), str(new), "--like", str(folder)]) == 0
+    params, _, tokenize = sd.load(new)
+    assert make.is_same(params, bench.params)
+    # Older versions of transformers read it, too.
+    older = CLIPTokenizer.from_pretrained(new / "tokenizer")
+    expected = older(prompts[:1], padding="max_length", max_length=77).input_ids
+    assert np.array_equal(tokenize(prompts[:1])[:, 0], expected)
+    bench.single(bench.singles["shapes-sd"], text_encoder=folder)
+    alone = folder / "text_encoder" / "model.safetensors"
+    bench.single(bench.singles["shapes-sd"], text_encoder=alone)
 
 
 def try_variant(bench):
@@ -332,6 +438,9 @@ def try_schedulers(bench):
         "DEISMultistepScheduler": {"algorithm_type": "deis", "solver_type": "logrho"},
         "EulerAncestralDiscreteScheduler": {},
         "HeunDiscreteScheduler": {},
+        "DDPMScheduler": {"variance_type": "fixed_small"},
+        "LCMScheduler": {"original_inference_steps": 50, "timestep_scaling": 10.0},
+        "TCDScheduler": {},
         "DPMSolverMultistepScheduler": {"use_karras_sigmas": True},
     }.items():
         folder = bench.place / kind
@@ -348,7 +457,14 @@ def try_schedulers(bench):
             config = sd.read_config(folder)
         found[kind] = config.schedule.sampler
         assert config.schedule.prediction_type == "v_prediction"
-    assert list(found.values()) == ["dpm++", "dpm++", "euler", "euler", "dpm++"]
+    ddim = ["ddim"] * 3
+    assert list(found.values()) == ["dpm++", "dpm++", "euler", "euler", *ddim, "dpm++"]
+    # Options of other schedulers, which from_config leaves in a configuration.
+    make.edit_json(
+        bench.folder_copy() / "scheduler" / "scheduler_config.json",
+        lambda old: old | {"solver_order": 3, "use_karras_sigmas": True, "variance_type": "fixed"},
+    )
+    assert sd.read_config(bench.place / "folder") == sd.read_config(bench.folder)
 
 
 def try_flux2(bench):
@@ -409,6 +525,67 @@ def try_peft_bare(bench):
 
 def try_no_prefix(bench):
     bench.products("no-prefix", STRANGERS / "no-prefix.safetensors")
+
+
+# What programs call a part and its layers: kohya, LyCORIS, ComfyUI, OneTrainer, SimpleTuner,
+# InvokeAI, PEFT and PyTorch around a model. "_" at the end means that the names have no dots.
+PREFIXES = {
+    "unet": (
+        *("lora_unet_", "lycoris_", "lora_prior_unet_", "diffusion_model_", "lycoris_unet_"),
+        *("unet.", "diffusion_model.", "model.diffusion_model.", "", "module.", "_orig_mod."),
+        *("unet.base_model.model.", "base_model.model.unet.", "unet._orig_mod."),
+    ),
+    "text_encoder": (
+        *("lora_te_", "lora_te1_", "lycoris_te_", "lora_clip_l_"),
+        *("text_encoder.", "text_encoder.base_model.model.", "te1.", "clip_l.transformer."),
+        *("text_encoders.clip_l.transformer.", "cond_stage_model.transformer."),
+        "conditioner.embedders.0.transformer.",
+    ),
+    "text_encoder_2": (
+        *("lora_te2_", "lycoris_te2_", "text_encoder_2.", "te2.", "clip_g.transformer."),
+        *("text_encoders.clip_g.transformer.", "conditioner.embedders.1.model."),
+    ),
+}
+
+
+def try_prefixes(bench):
+    xl = common.FIXTURES / "lora-random-xl.safetensors"
+    for file, params, config in (
+        (KOHYA, bench.params, bench.config),
+        (xl, bench.xl_params, bench.xl_config),
+    ):
+        expected = bench.lora(file, config, params)
+        for part, pairs in expected.items():
+            for prefix, is_other in itertools.product(PREFIXES[part], (False, True)):
+
+                def name_layer(layer, prefix=prefix, is_other=is_other, config=config):
+                    """With the name of the original layout, or without "text_model."."""
+                    name = layer.file_name
+                    if is_other and layer.part == "unet":
+                        name = convert.name_unet(f"{name}.weight", config)[: -len(".weight")]
+                    elif is_other:
+                        name = name.removeprefix("text_model.")
+                    name = name.replace(".", "_") if prefix.endswith("_") else name
+                    return f"{prefix}{name}"
+
+                save_pairs(bench.file, {part: pairs}, name_layer, np.float32)
+                assert make.is_same(bench.lora(bench.file, config, params), {part: pairs}), prefix
+
+
+def try_flat_text(bench):
+    recorded = json.loads((NEWEST / "recorded.json").read_text(encoding="utf-8"))["products"]
+    assert {layer.split(".")[0] for layer in recorded} == {"unet", "text_encoder"}
+    products = {}
+    for layer, expected in recorded.items():
+        part, name = layer.split(".", 1)
+        products[name if part == "unet" else f"text_model.{name}"] = expected
+    bench.adds(NEWEST / "lora.safetensors", products)
+
+
+def try_expression(bench):
+    options = {"lora_alpha": 8, "alpha_pattern": {r"mid_block.*to_[qk]": 4}}
+    metadata = {"lora_adapter_metadata": json.dumps(options)}
+    bench.lora(make.save(load_file(PEFT), bench.file, metadata))
 
 
 def try_old_diffusers(bench):
@@ -498,7 +675,25 @@ def try_xl_word(bench):
         assert row[2:4].tolist() == [size, size + 1]
 
 
+def try_onetrainer_word(bench):
+    rows = np.arange(2 * 64, dtype=np.float32).reshape(2, 64)
+    sentence = "which OneTrainer adds to the text encoder's answer: they are left out"
+    for name in ("emb_params", "emp_params"):
+        with pytest.warns(UserWarning, match=sentence):
+            params, _, _ = bench.word({name: rows, f"{name}_out": rows + 1})
+        assert np.array_equal(params["text_encoder"][EMBEDDINGS][-2:], rows)
+    both = {"clip_l": rows, "clip_l_out": rows, "clip_g": rows + 1, "clip_g_out": rows}
+    with pytest.warns(UserWarning, match=sentence):
+        params, _, _ = bench.word(both, xl=True, word="toy")
+    assert np.array_equal(params["text_encoder"][EMBEDDINGS][-2:], rows)
+    assert np.array_equal(params["text_encoder_2"][EMBEDDINGS][-2:], rows + 1)
+    with pytest.raises(ValueError, match="has 0 arrays with embeddings of words"):
+        bench.word({"emb_params_out": rows})
+
+
 def try_wrong_word(bench):
+    with pytest.raises(ValueError, match="with text_encoder_2, and this one has text_encoder"):
+        bench.word({"clip_g": np.ones((1, 64), np.float32)})
     with pytest.raises(ValueError, match="has a vector of"):
         bench.word({"toy": np.ones((1, 768), np.float32)})
     bench.word({"clip_l": np.ones((1, 64)), "clip_g": np.ones((1, 64))})

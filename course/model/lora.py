@@ -5,9 +5,9 @@ Diffusion. Everything else is here: how files write the two matrices and their s
 of files are no LoRA, and adding a LoRA to a model's weights or putting it beside them.
 """
 
-import json
 import math
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ import numpy as np
 
 from course.model.files import (
     Stored,
+    check_finite,
     check_numbers,
     names_in_files,
+    parse_json,
     read_json,
     read_safetensors,
     to_channels_first,
@@ -56,7 +58,7 @@ def _half(peft: str, others: str) -> re.Pattern:
     PEFT may put the name of the adapter behind its own; old files of diffusers put theirs behind an
     underscore, as ``to_q_lora.down``.
     """
-    peft_name = rf"\.lora_{peft}(?:\.\w+)?"
+    peft_name = rf"\.lora_{peft}(?:\.[^.]+)?"
     name = rf"\.lora_{others}|(?:\.lora|\.lora_linear_layer|_lora)\.{others}"
     return re.compile(rf"(.+?)(?:{peft_name}|{name})\.weight")
 
@@ -88,6 +90,10 @@ MADE_FOR = {
 
 PEFT_PREFIX = "base_model.model."
 PEFT_CONFIG = "adapter_config.json"
+# What PyTorch's and PEFT's wrappers around a model put into the name of a layer, and what programs
+# put in front of it. Neither says anything.
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:base_model\.model|module|_orig_mod)\.")
+HEADS = ("lora_", "lycoris_")
 
 
 class Layer(NamedTuple):
@@ -124,7 +130,7 @@ def read_pairs(
     params : dict
         The model's parameters; shapes are enough.
     layers : dict of Layer
-        By all names that files may have for a layer, in front of the words for the two matrices.
+        By all names that files may have for a layer, as ``flat_name`` returns them.
 
     Returns
     -------
@@ -142,14 +148,14 @@ def read_pairs(
     arrays, metadata = read_safetensors(file)
     options = _read_options(file, metadata)
     _refuse_other_adapters(file, arrays)
-    halves, alphas, unknown = _sort_arrays(arrays, layers)
+    halves, alphas, unknown = _sort_arrays(file, arrays, layers)
     if unknown or not halves:
         some = "; ".join(sorted(unknown)[:5]) or "no keys of a LoRA"
         raise ValueError(
             f"{file} has {len(unknown)} keys that fit nothing in this model: {some}. "
             f"{_made_for(arrays, metadata)}"
         )
-    if PEFT_PREFIX in next(iter(arrays)) and not options and not alphas:
+    if any(PEFT_PREFIX in key for key in arrays) and not options and not alphas:
         raise ValueError(
             f"{file} does not say its alpha, which PEFT writes into {PEFT_CONFIG} beside it: get "
             "that file, too."
@@ -161,10 +167,12 @@ def read_pairs(
             shape = shape[1:]
         pair = _read_pair(file, arrays, keys, shape)
         rank = pair.down.shape[-1]
-        scale = _scale_by_options(options, layer, rank)
+        scale = _scale_by_options(file, options, layer, rank)
         if layer in alphas:
             scale = alphas[layer] / rank
-        pair = pair._replace(up=pair.up * np.float32(scale))
+        with np.errstate(over="ignore"):
+            pair = pair._replace(up=pair.up * np.float32(scale))
+        check_finite(file, f"{keys['up']}, alpha / rank times,", pair.up)
         of_part = pairs.setdefault(layer.part, {})
         of_part.setdefault(layer.name, {})[layer.number] = pair
     lora = {}
@@ -175,30 +183,54 @@ def read_pairs(
     return lora
 
 
+def flat_name(name: str) -> str:
+    """Return the name of a layer without what says nothing, and with "_" in place of each ".".
+
+    So it does not matter by which program a file was written.
+
+    >>> flat_name("base_model.model.unet.mid_block.resnets.0.conv1")
+    'unet_mid_block_resnets_0_conv1'
+    >>> flat_name("lora_unet_mid_block_resnets_0_conv1")
+    'unet_mid_block_resnets_0_conv1'
+    """
+    flat = WRAPPERS.sub("", name).replace(".", "_")
+    for head in HEADS:
+        flat = flat.removeprefix(head)
+    return flat
+
+
 def _split_key(key: str) -> tuple[str, str]:
     """Return the name of a layer, and what the array is for it; or "" of a key of another kind.
 
     >>> _split_key("base_model.model.mid_block.resnets.0.conv1.lora_A.weight")
-    ('mid_block.resnets.0.conv1', 'down')
+    ('mid_block_resnets_0_conv1', 'down')
     """
     for kind, pattern in {"down": DOWN, "up": UP, "alpha": ALPHA}.items():
         match = pattern.fullmatch(key)
         if match:
-            return match[1].replace(PEFT_PREFIX, ""), kind
+            return flat_name(match[1]), kind
     return "", ""
 
 
 def _sort_arrays(
-    arrays: Mapping[str, Stored], layers: Mapping[str, Layer]
+    file: Path, arrays: Mapping[str, Stored], layers: Mapping[str, Layer]
 ) -> tuple[dict[Layer, dict[str, str]], dict[Layer, float], list[str]]:
     """Return the keys of halves and the alphas by layer, and the keys that fit nothing."""
     halves, alphas, unknown = {}, {}, []
+    seen = {}  # for each layer and kind, the key
     for key, array in arrays.items():
         name, kind = _split_key(key)
         layer = layers.get(name)
         if layer is None or (kind == "alpha" and math.prod(array.shape) != 1):
             unknown.append(key)
-        elif kind == "alpha":
+            continue
+        other = seen.setdefault((layer, kind), key)
+        if other != key:
+            raise ValueError(
+                f"{file} has both {other} and {key}, which are for the same weight: take one LoRA "
+                "for each file."
+            )
+        if kind == "alpha":
             alphas[layer] = float(np.asarray(array).item())
         else:
             halves.setdefault(layer, {})[kind] = key
@@ -218,8 +250,12 @@ def _read_pair(
         stored = arrays[keys[half]]
         check_numbers(file, stored)
         matrix = to_channels_last("", np.asarray(stored, np.float32))
-        # Files may have a convolution of one pixel as a matrix.
-        matrices.append(matrix[None, None] if len(shape) == 4 and matrix.ndim == 2 else matrix)
+        # Files may have a convolution of one pixel as a matrix, or a matrix as that.
+        if len(shape) == 4 and matrix.ndim == 2:
+            matrix = matrix[None, None]
+        elif len(shape) == 2 and matrix.shape[:-2] == (1, 1):
+            matrix = matrix[0, 0]
+        matrices.append(matrix)
     pair = Pair(*matrices)
     product_shape = (*pair.down.shape[:-1], pair.up.shape[-1])
     if product_shape != shape:
@@ -227,7 +263,7 @@ def _read_pair(
             f"{file} has {keys['down']} and its other half for {product_shape}, and this model has "
             f"{shape}: get one made for it."
         )
-    if pair.up.shape[-2] != pair.down.shape[-1]:
+    if pair.up.shape[-2] != pair.down.shape[-1] or not pair.up.size:
         raise ValueError(
             f"{file} has {keys['down']} as {pair.down.shape}, and its other half as "
             f"{pair.up.shape}, of two ranks: get it again."
@@ -281,19 +317,18 @@ def _read_options(file: Path, metadata: Mapping[str, str]) -> dict:
     """Read PEFT's options, in a file's metadata or in a file beside it; mostly there are none."""
     beside = file.with_name(PEFT_CONFIG)
     if "lora_adapter_metadata" in metadata:
-        try:
-            return json.loads(metadata["lora_adapter_metadata"])
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{file} has options of PEFT that are damaged: {error}. Get it again."
-            ) from None
+        return parse_json(metadata["lora_adapter_metadata"], f"{file}, in PEFT's options,")
     if file.name == "adapter_model.safetensors" and beside.is_file():
         return read_json(beside)
     return {}
 
 
-def _scale_by_options(options: Mapping[str, Any], layer: Layer, rank: int) -> float:
-    """Return by what PEFT multiplies a product: alpha / rank, or 1 if there are no options."""
+def _scale_by_options(file: Path, options: Mapping[str, Any], layer: Layer, rank: int) -> float:
+    """Return by what PEFT multiplies a product: alpha / rank, or 1 if there are no options.
+
+    Alphas of single layers stand by their names. PEFT takes these for regular expressions, and
+    those that are more than a name are refused: a stranger's could run for ever.
+    """
 
     def option(name: str) -> Any:  # which may be that of one part, or of a model that is one part
         return options.get(f"{layer.part}.{name}", options.get(name))
@@ -301,10 +336,22 @@ def _scale_by_options(options: Mapping[str, Any], layer: Layer, rank: int) -> fl
     alpha = option("lora_alpha")
     if alpha is None:
         alpha = rank
-    for ending, own_alpha in (option("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({ending})", layer.file_name):
+    patterns = option("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{file} has {patterns!r} for alpha_pattern: get it again.")
+    for pattern, own_alpha in patterns.items():
+        ending = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.]+", ending):
+            raise ValueError(
+                f"{file} has an alpha for {pattern!r}, and this course reads names of layers "
+                "alone: get a file with an alpha for each layer, as kohya's scripts write it."
+            )
+        if f".{layer.file_name}".endswith(f".{ending}"):
             alpha = own_alpha
             break
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
+        shown = reprlib.repr(alpha)
+        raise ValueError(f"{file} has {shown} for an alpha, which is no number: get it again.")
     if option("use_rslora"):
         return alpha / rank**0.5
     return alpha / rank
@@ -360,10 +407,20 @@ def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
     ``ValueError``.
     """
     merged = dict(params)
+    check_scale(scale)
     for part, pairs in lora.items():
         changed = {name: add(params[part][name], pair, scale) for name, pair in pairs.items()}
         merged[part] = params[part] | changed
     return merged
+
+
+def check_scale(scale: float | jax.Array) -> None:
+    """Raise ``ValueError`` if a scale is no finite number in float32."""
+    if isinstance(scale, jax.core.Tracer):
+        return  # not known before the program runs
+    with np.errstate(over="ignore"):
+        if not np.isfinite(np.float32(scale)).all():
+            raise ValueError(f"The scale of a LoRA is {scale}: give a number, such as 0.8.")
 
 
 def add(weight: jax.Array, pair: Pair, scale: float | jax.Array) -> jax.Array:
@@ -413,6 +470,7 @@ def attach(params: dict, lora: dict, scale: float | jax.Array) -> dict:
     Only convolutions of more than one pixel are added up, for the time of the call; where they are
     in int8, that raises ``ValueError``. The other weights may be.
     """
+    check_scale(scale)
     attached = dict(params)
     for part, pairs in lora.items():
         changed = {}

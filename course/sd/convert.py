@@ -1,6 +1,7 @@
 """Files with a whole model: the names of the original release and of others, and reading them."""
 
 import functools
+import itertools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 from course.model.files import (
     Stored,
     check_numbers,
+    find_inside,
     new_name,
     read_json,
     read_part,
@@ -19,6 +21,7 @@ from course.model.files import (
     to_channels_last,
     unstack_layers,
 )
+from course.model.lora import WRAPPERS
 from course.sd.configs import INPAINTING, Config, ScheduleConfig
 from course.sd.parameters import parameter_shapes
 
@@ -29,6 +32,44 @@ TEXT_1 = "cond_stage_model.transformer."
 TEXT_2 = "cond_stage_model.model."  # which has the names of OpenCLIP
 XL_TEXT = "conditioner.embedders.0.transformer."
 XL_TEXT_2 = "conditioner.embedders.1.model."  # which has the names of OpenCLIP
+
+# And in all files, those of the original layout first. Programs that were made for Stable Diffusion
+# XL save the older models by XL's prefixes, ComfyUI has its own, and some put diffusers' folders
+# into one file.
+PREFIXES = {
+    "unet": (UNET, "diffusion_model.", "unet."),
+    "vae": (VAE, "vae."),
+    "text_encoder": (
+        TEXT_1,
+        TEXT_2,
+        XL_TEXT,
+        "conditioner.embedders.0.model.",
+        "cond_stage_model.clip_l.transformer.",
+        "text_encoders.clip_l.transformer.",
+        "text_encoders.clip_l.",
+        "clip_l.transformer.",
+        "clip_l.",
+        "text_encoder.",
+    ),
+    "text_encoder_2": (
+        XL_TEXT_2,
+        "conditioner.embedders.1.transformer.",
+        "cond_stage_model.clip_g.transformer.",
+        "cond_stage_model.clip_g.model.",
+        "text_encoders.clip_g.transformer.",
+        "text_encoders.clip_g.",
+        "clip_g.transformer.",
+        "clip_g.",
+        "text_encoder_2.",
+    ),
+}
+# By which names a part may be there, behind the prefix: "short" is without "text_model.".
+NAMES = {
+    "unet": ("original", "diffusers"),
+    "vae": ("original", "diffusers"),
+    "text_encoder": ("diffusers", "short", "open_clip"),
+    "text_encoder_2": ("open_clip", "diffusers", "short"),
+}
 
 # Our names, and theirs.
 RESIDUAL = {
@@ -147,31 +188,9 @@ class Layout(NamedTuple):
     """How a single file may name the parameters of a part."""
 
     prefix: str  # what its names begin with
-    names: str  # "original", "diffusers", "open_clip", or "short": without "text_model."
+    names: str  # one of ``NAMES``
 
 
-# For each part, the layouts that files have, the usual ones first. Programs that were made for
-# Stable Diffusion XL save the older models by XL's prefixes, some put diffusers' folders into one
-# file, and a part may be alone in its file, without a prefix.
-ALONE = {
-    "unet": [Layout("", "original"), Layout("", "diffusers")],
-    "vae": [Layout("", "original"), Layout("", "diffusers")],
-    "text_encoder": [Layout("", "diffusers"), Layout("", "open_clip")],
-    "text_encoder_2": [Layout("", "diffusers"), Layout("", "open_clip")],
-}
-LAYOUTS = {
-    "unet": [Layout(UNET, "original"), Layout("unet.", "diffusers")],
-    "vae": [Layout(VAE, "original"), Layout("vae.", "diffusers")],
-    "text_encoder": [
-        Layout(TEXT_1, "diffusers"),
-        Layout(TEXT_1, "short"),
-        Layout(TEXT_2, "open_clip"),
-        Layout(XL_TEXT, "diffusers"),
-        Layout("conditioner.embedders.0.model.", "open_clip"),
-        Layout("text_encoder.", "diffusers"),
-    ],
-    "text_encoder_2": [Layout(XL_TEXT_2, "open_clip"), Layout("text_encoder_2.", "diffusers")],
-}
 # What the names of a part begin with that is alone in its file.
 BEGINNINGS = {
     "unet": ("input_blocks.", "output_blocks.", "down_blocks.", "up_blocks."),
@@ -203,7 +222,7 @@ def name_in_layout(layout: Layout, part: str, name: str, config: Config) -> tupl
 
 def original_name(part: str, name: str, config: Config) -> tuple[str, int | None]:
     """Return what a parameter is called in the original layout, as of ``name_in_layout``."""
-    layout = LAYOUTS[part][0]
+    layout = Layout(PREFIXES[part][0], NAMES[part][0])
     if part == "text_encoder" and config.is_xl:
         layout = Layout(XL_TEXT, "diffusers")
     elif part == "text_encoder" and config.text[0].hidden_act == "gelu":
@@ -242,15 +261,14 @@ def read_single_file(
         If a file is missing, damaged or a pickle, or it is not for a model of this configuration.
     """
     file = Path(file)
-    arrays, _ = read_safetensors(file)
+    arrays = _read_arrays(file)
     _check_kind(file, arrays, config)
     others = {"vae": vae, "text_encoder": text_encoder, "text_encoder_2": text_encoder_2}
     needed = {part: unstack_layers(each) for part, each in parameter_shapes(config).items()}
     layouts = {}
     for part in needed:
         if others.get(part) is None:
-            known = LAYOUTS[part] + (ALONE["unet"] if part == "unet" else [])
-            layouts[part] = _find_layout(arrays, known, part, config)
+            layouts[part] = _find_layout(arrays, part, config, may_be_alone=part == "unet")
     missing = [part for part, layout in layouts.items() if layout is None]
     if missing:
         options = " and ".join(f"--{part.replace('_', '-')}" for part in missing if part in others)
@@ -268,11 +286,25 @@ def read_single_file(
     return params
 
 
+def _read_arrays(file: Path) -> dict[str, Stored]:
+    """Read the arrays of a single file, without what wrappers put in front of their names."""
+    arrays, _ = read_safetensors(file)
+    unwrapped = {}
+    for name, value in arrays.items():
+        unwrapped[WRAPPERS.sub("", name).removeprefix("state_dict.")] = value
+    return unwrapped
+
+
 def _find_layout(
-    arrays: Mapping[str, Stored], layouts: list[Layout], part: str, config: Config
+    arrays: Mapping[str, Stored], part: str, config: Config, may_be_alone: bool
 ) -> Layout | None:
-    """Return the first layout in which a file has a part; None if there is none."""
-    for layout in layouts:
+    """Return the first layout in which a file has a part; None if there is none.
+
+    A part that is alone in its file may be without a prefix.
+    """
+    prefixes = PREFIXES[part] + (("",) if may_be_alone else ())
+    for prefix, names in itertools.product(prefixes, NAMES[part]):
+        layout = Layout(prefix, names)
         if name_in_layout(layout, part, PROBES[part], config)[0] in arrays:
             return layout
     return None
@@ -293,6 +325,8 @@ def _take_part(
     used = set()
     for name, needed in shapes.items():
         theirs, third = name_in_layout(layout, part, name, config)
+        if theirs.endswith("text_projection") and f"{theirs}.weight" in arrays:
+            theirs = f"{theirs}.weight"  # as diffusers' own script for XL writes it
         if theirs not in arrays:
             raise ValueError(
                 f"{file} has no {theirs}: its {part} is that of a different model. {_whose(arrays)}"
@@ -352,10 +386,10 @@ def _read_other(
 ) -> dict[str, Stored | np.ndarray]:
     """Return the arrays of a part that comes from a file or a folder of its own."""
     if place.is_dir():
-        folder = place / part if (place / part).is_dir() else place
+        folder = find_inside(place, part) if (place / part).is_dir() else place
         return _read_other_folder(folder, part, shapes, config)
-    arrays, _ = read_safetensors(place)
-    layout = _find_layout(arrays, [*LAYOUTS[part], *ALONE[part]], part, config)
+    arrays = _read_arrays(place)
+    layout = _find_layout(arrays, part, config, may_be_alone=True)
     if layout is None:
         raise ValueError(f"{place} has no {part} in it: give a different file.")
     return _take_part(place, arrays, layout, part, shapes, config)
@@ -366,7 +400,7 @@ def _read_other_folder(
 ) -> dict[str, Stored | np.ndarray]:
     """Return the arrays of a part that comes from a folder in diffusers' format."""
     if part == "vae" and (folder / "config.json").is_file():
-        options = read_json(folder / "config.json")
+        options = read_json(find_inside(folder, "config.json"))
         scale = options.get("scaling_factor", config.vae.scaling_factor)
         if scale != config.vae.scaling_factor:
             raise ValueError(
@@ -392,12 +426,18 @@ def _read_other_folder(
     return taken
 
 
-# Which model a file is for, by a name in it: for the first two that are refused in any case.
+# What a file is, by a name in it, if it is nothing that is read here.
 FOREIGN = {
-    "joint_blocks.": "Stable Diffusion 3",
-    "double_blocks.": "Flux",
-    "edm_mean": "Playground 2.5, which was trained for other amounts of noise (EDM)",
-    "edm_vpred.": "a model that was trained for other amounts of noise (EDM)",
+    "joint_blocks.": "is for Stable Diffusion 3",
+    "double_stream_modulation_img.": "is for FLUX.2",
+    "double_blocks.": "is for FLUX.1 or one of its relatives",
+    "noise_refiner.": "is for Z-Image or Lumina 2",
+    ".img_mod.": "is for Qwen-Image",
+    "control_model.": "is for ControlNet",
+    "controlnet_": "is for ControlNet",
+    ".lora_": "is a LoRA, which course.lora builds into a model",
+    "edm_mean": "is for Playground 2.5, which was trained for other amounts of noise (EDM)",
+    "edm_vpred.": "is for a model that was trained for other amounts of noise (EDM)",
 }
 # And by how many numbers the UNet reads for each token.
 TOKEN_WIDTHS = {
@@ -413,11 +453,11 @@ def _check_kind(file: Path, arrays: Mapping[str, Stored], config: Config) -> Non
     for word, kind in FOREIGN.items():
         if any(word in name for name in arrays):
             raise ValueError(
-                f"{file} is for {kind}: this model is Stable Diffusion 1, 2 or XL, so take a "
-                "file for one of these."
+                f"{file} {kind}: this model is Stable Diffusion 1, 2 or XL, so take a file for one "
+                "of these."
             )
-    first = "input_blocks.0.0.weight"
-    for name in (f"{UNET}{first}", first, "unet.conv_in.weight", "conv_in.weight"):
+    firsts = ("input_blocks.0.0.weight", "conv_in.weight")
+    for name in map("".join, itertools.product((*PREFIXES["unet"], ""), firsts)):
         if name in arrays and arrays[name].shape[1] > config.unet.out_channels:
             raise ValueError(
                 f"{file} has a UNet with {arrays[name].shape[1]} channels in, as for inpainting: "
@@ -460,7 +500,8 @@ def read_schedule(
         If the numbers of a Stable Diffusion 2 look as if the model predicted what the
         configuration does not say.
     """
-    arrays, metadata = read_safetensors(file)
+    _, metadata = read_safetensors(file)
+    arrays = _read_arrays(Path(file))
     schedule = config.schedule
     if "ztsnr" in arrays:
         # Drawing has to begin where there is nothing but noise, which only this spacing does.
@@ -489,7 +530,7 @@ def _looks_like(arrays: Mapping[str, Stored], config: Config) -> str | None:
     """
     if config.is_xl or config.text[0].hidden_act != "gelu":
         return None
-    layout = _find_layout(arrays, LAYOUTS["unet"], "unet", config)
+    layout = _find_layout(arrays, "unet", config, may_be_alone=True)
     if layout is None:
         return None
     norms = []

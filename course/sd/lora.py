@@ -9,15 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from course.model.lora import Layer, Pair, model_layers, read_pairs, save_pairs
+from course.model.lora import Layer, Pair, flat_name, model_layers, read_pairs, save_pairs
 from course.sd.configs import Config
-from course.sd.convert import name_unet
+from course.sd.convert import PREFIXES, name_unet
 
 # What kohya's scripts put in front of the names of a part's layers.
 KOHYA = {
-    "unet": ("lora_unet",),
-    "text_encoder": ("lora_te", "lora_te1"),
-    "text_encoder_2": ("lora_te2",),
+    "unet": "lora_unet",
+    "text_encoder": "lora_te",
+    "text_encoder_2": "lora_te2",
+}
+# What files may call a part, besides what single files do (``course.sd.convert.PREFIXES``).
+PARTS = {
+    "unet": ("prior_unet",),
+    "text_encoder": ("te", "te1"),
+    "text_encoder_2": ("te2",),
 }
 
 # What old files of diffusers call the layers of an attention, and what these are called now, in the
@@ -37,8 +43,9 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
     ----------
     file : str or Path
         Safetensors of diffusers and PEFT (``unet.….lora_A.weight``, or without the part's name), of
-        kohya (``lora_unet_….lora_down.weight``) with or without convolutions, or by the names that
-        diffusers had before (``….processor.to_q_lora.down.weight``).
+        kohya (``lora_unet_….lora_down.weight``) with or without convolutions, by the names that
+        diffusers had before (``….processor.to_q_lora.down.weight``), or with the prefixes of other
+        programs (``lycoris_…``, ``diffusion_model.…``).
     params, config : dict, Config
         The model's, as ``course.sd.load`` gives them. Shapes are enough, as of
         ``parameter_shapes``.
@@ -59,22 +66,25 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
 
 
 def name_layers(params: dict, config: Config) -> dict[str, Layer]:
-    """Return all layers of a model by all names that LoRA files have for them."""
+    """Return all layers of a model by all names that LoRA files have for them, as flat names.
+
+    Programs differ in what they call a part, and in which names of layers they have: those of
+    diffusers, new or old, or those of the original layout.
+    """
     layers = {}
     bare = {}  # by a name without the part's, all layers that it may mean
     for layer in model_layers(params):
-        for name in old_and_new_names(layer.file_name):
-            layers[f"{layer.part}.{name}"] = layer
-            bare.setdefault(name, []).append(layer)
-        names = [layer.file_name]
-        if layer.part == "unet":  # kohya writes that of XL by the names of the original layout
+        names = old_and_new_names(layer.file_name)
+        if layer.part == "unet":
             names.append(_original_layer(layer, config))
-        for prefix in KOHYA.get(layer.part, ()):
-            for name in names:
-                layers[f"{prefix}_{name.replace('.', '_')}"] = layer
+        names += [name.removeprefix("text_model.") for name in names]
+        for name in {flat_name(name) for name in names}:
+            for part in (*PREFIXES[layer.part], *PARTS.get(layer.part, ())):
+                layers[f"{flat_name(part).removesuffix('_')}_{name}"] = layer
+            bare.setdefault(name, set()).add(layer)
     for name, meant in bare.items():
         if len(meant) == 1:  # both text encoders of XL have the same names
-            layers[name] = meant[0]
+            (layers[name],) = meant
     return layers
 
 
@@ -122,7 +132,7 @@ def save_lora(
 
     def name_layer(layer: Layer) -> str:
         """Return what kohya's scripts call it: ``lora_unet_mid_block_resnets_0_conv1``."""
-        prefix = KOHYA[layer.part][0]
+        prefix = KOHYA[layer.part]
         name = layer.file_name
         if config.is_xl and layer.part == "text_encoder":
             prefix = "lora_te1"

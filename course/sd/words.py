@@ -5,6 +5,7 @@ trained with a LoRA, that file is beside the LoRA's.
 """
 
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,8 +125,15 @@ def read_word(
     return read_embedding(word_file(file), params, config, tokenize)
 
 
-# What files for Stable Diffusion XL call the embeddings of its two text encoders.
-XL_EMBEDDINGS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2"}
+# What files call the embeddings of a text encoder that do not call them by the word.
+OF_PARTS = {
+    "emb_params": "text_encoder",
+    "emp_params": "text_encoder",  # as OneTrainer has it
+    "clip_l": "text_encoder",
+    "clip_g": "text_encoder_2",
+    "text_encoders_0": "text_encoder",  # of diffusers' scripts from 2023
+    "text_encoders_1": "text_encoder_2",
+}
 
 
 def read_embedding(
@@ -138,7 +146,8 @@ def read_embedding(
     file : str or Path
         Safetensors with one array, which has the word for its name, as diffusers writes it; with
         ``emb_params``, as other programs do; or with ``clip_l`` and ``clip_g``, for Stable
-        Diffusion XL. A word may stand for several tokens.
+        Diffusion XL. A word may stand for several tokens. What OneTrainer adds to the text
+        encoder's answer (``clip_l_out``) is left out, with a warning.
     params, config, tokenize : dict, Config, Tokenizer
         From ``course.sd.load``.
     word : str, optional
@@ -156,29 +165,36 @@ def read_embedding(
     """
     file = Path(file)
     arrays, _ = read_safetensors(file)
-    if arrays.keys() == XL_EMBEDDINGS.keys():
-        embeddings = {part: arrays[name] for name, part in XL_EMBEDDINGS.items()}
+    outputs = [name for name in arrays if name.removesuffix("_out") in OF_PARTS.keys() - {name}]
+    for name in outputs:
+        del arrays[name]
+    if outputs and arrays:
+        warnings.warn(
+            f"{file} has {' and '.join(outputs)}, too, which OneTrainer adds to the text encoder's "
+            "answer: they are left out here, as in other programs.",
+            stacklevel=2,
+        )
+    if arrays and arrays.keys() <= OF_PARTS.keys():
+        embeddings = {OF_PARTS[name]: arrays[name] for name in sorted(arrays, key=OF_PARTS.get)}
         name = file.stem
     elif len(arrays) == 1:
         ((name, value),) = arrays.items()
         embeddings = {"text_encoder": value}
-        if name == "emb_params":
-            name = file.stem
     else:
         raise ValueError(
-            f"{file} has {len(arrays)} arrays: "
-            "give one with one array, the embedding, named by its word."
+            f"{file} has {len(arrays)} arrays with embeddings of words: "
+            "give one with one array, named by its word."
         )
-    if len(embeddings) != len(config.text):
-        kinds = {1: "with one text encoder", 2: "with two text encoders, as Stable Diffusion XL"}
+    parts = ["text_encoder", "text_encoder_2"][: len(config.text)]
+    if list(embeddings) != parts:
         raise ValueError(
-            f"{file} is for a model {kinds[len(embeddings)]}, and this one has {len(config.text)}: "
-            "take one for this model."
+            f"{file} is for a model with {' and '.join(embeddings)}, and this one has "
+            f"{' and '.join(parts)}: take a word for this model."
         )
     vectors = {}
     for (part, value), text in zip(embeddings.items(), config.text, strict=True):
         check_numbers(file, value)
-        if value.shape[-1:] != (text.hidden_size,) or len(value.shape) > 2:
+        if value.shape[-1:] != (text.hidden_size,) or len(value.shape) > 2 or 0 in value.shape:
             raise ValueError(
                 f"{file} has a vector of {value.shape}, and this model's have {text.hidden_size} "
                 "numbers."
