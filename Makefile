@@ -69,7 +69,7 @@ test-site: .venv/installed  ## build the site, and look at it and at JupyterLab 
 	@$(BIN)/python -m pytest --site
 
 test-runtimes: .venv/installed  ## execute chapters on other Pythons and packages, on Colab's for example (RUNTIME=colab)
-	@$(BIN)/python -m nox $(addprefix --session=,$(RUNTIME))
+	@$(BIN)/python -m nox $(if $(RUNTIME),--session $(RUNTIME))
 
 lab: .venv/installed  ## open the chapters in JupyterLab
 	@$(BIN)/jupyter lab notebooks
