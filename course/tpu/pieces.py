@@ -31,7 +31,7 @@ from course.tpu.answers import Answer, Report
 from course.tpu.chips import find_chip, tpu_devices
 from course.tpu.compiler import ask_compiler
 from course.tpu.products import repeated_flops
-from course.tpu.programs import DECODER, ENCODERS, PARTS, STEP, WHOLE, Program, find_folder
+from course.tpu.programs import DECODER, ENCODERS, PARTS, STEP, WHOLE, Program, configured_folder
 from course.tpu.records import recorded_answers
 from helpers import require_flax
 
@@ -156,7 +156,7 @@ def _build(model: str, dtype: str, split_head_dim: bool) -> tuple:
     import diffusers  # the model of course.sd does without both
     import transformers
 
-    folder = find_folder(model)
+    folder = configured_folder(model)
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     parts = {}
     params = {}
@@ -340,7 +340,7 @@ PIPELINE_PIECES = {
 
 def load_config(model: str) -> Config:
     """Read the configuration of a model, see ``Program.model``."""
-    return read_config(find_folder(model))
+    return read_config(configured_folder(model))
 
 
 def whole_model(program: Program) -> Piece:

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers.places import find_data
+from helpers.models import MODELS, find_local, read_index
 
 CONFIGURATIONS = Path(__file__).with_name("configurations")
 
@@ -83,6 +83,8 @@ def make_program(
     ------
     ValueError
         If there is no such model, or it cannot be drawn like that.
+    RuntimeError
+        If the folder has no ``model_index.json``.
     """
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"The dtype is {dtype!r}: choose bfloat16 or float32.")
@@ -93,7 +95,7 @@ def make_program(
         raise ValueError("chips and split_head_dim are for pipelines: leave out the attention.")
     if decode_batch is not None and not attention:
         raise ValueError("decode_batch is for course.sd: give an attention, too.")
-    folder = find_folder(model)
+    folder = configured_folder(model)
     unet = json.loads((folder / "unet" / "config.json").read_text(encoding="utf-8"))
     vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
     scale = 2 ** (len(vae["block_out_channels"]) - 1)  # pixels for each latent
@@ -125,18 +127,18 @@ def make_program(
     )
 
 
-def find_folder(model: str) -> Path:
+def configured_folder(model: str) -> Path:
     """Return the folder with a model's configuration files, see ``Program.model``."""
-    folders = {"sd": CONFIGURATIONS / "sd", "sdxl": CONFIGURATIONS / "sdxl"}
-    for unet in sorted(find_data("checkpoints").glob("*/unet")):
-        folders[unet.parent.name] = unet.parent
-    folder = folders.get(model, Path(model))
-    if not (folder / "model_index.json").exists():
+    if model in ("sd", "sdxl"):
+        return CONFIGURATIONS / model
+    folder = find_local(model)
+    if folder is None:
+        bundled = [MODELS[name].bundled for name in ("sd", "sdxl")]
         raise ValueError(
-            f"There is no model {model!r}: give {', '.join(folders)}, "
+            f"There is no model {model!r}: give sd, sdxl, {', '.join(bundled)}, "
             "or a folder with a model_index.json."
         )
-    kind = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
+    kind = read_index(folder).get("_class_name", "nothing")
     if kind.removeprefix("Flax") not in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
         raise ValueError(f"{model!r} is a {kind}: only Stable Diffusion 1.x, 2.x and XL are known.")
     return folder
