@@ -22,10 +22,11 @@ from diffusers import FlaxDiffusionPipeline
 from playwright.sync_api import sync_playwright
 
 import helpers
-from course import sd
+from course import flux2, sd
 from course.sd.samplers import SAMPLERS, Sampler
 from helpers import packages
 from lab.site import workshop
+from tests.makers import small
 
 ROOT = Path(__file__).resolve().parents[1]
 collect_ignore = ["makers"]  # they need PyTorch
@@ -113,6 +114,24 @@ def folder(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     sd.save(models["shapes-sd"][0], helpers.bundled_checkpoint("shapes-sd").source, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def small_sd():
+    """Made-up parameters for ``small.SD``."""
+    return small.sd_parameters()
+
+
+@pytest.fixture(scope="session")
+def flux2_folder(tmp_path_factory):
+    """A folder in diffusers' format with a small FLUX.2."""
+    return small.write_flux2(tmp_path_factory.mktemp("flux2"))
+
+
+@pytest.fixture(scope="session")
+def small_flux2(flux2_folder):
+    """Its parameters, in float32, configuration and tokenizer."""
+    return flux2.load(flux2_folder, jnp.float32)
 
 
 @pytest.fixture(scope="session")

@@ -11,35 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file, save_file
 
 from course import flux2
 from course.flux2 import vae
-from course.model.files import to_channels_last, to_files
-from course.tpu.hlo import count_collectives
-from tests.makers.common import FIXTURES, made_up, made_up_input
-from tests.makers.files import edit_json, is_same
+from course.model.files import to_channels_last, to_files, unstack_layers
+from tests.makers import files as make
+from tests.makers.common import FIXTURES, made_up_input
 
 TOLERANCE = 2e-5  # for numbers of order 1
 STEPS = 3
 PARTS = ("transformer", "text_encoder", "vae")
-
-
-def write_folder(recorded, folder):
-    """Write the folder that diffusers saved, with the parameters that its maker made up."""
-    saved = json.loads(str(recorded["folder"]))
-    for place, content in saved["texts"].items():
-        file = folder / place
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content, encoding="utf-8")
-    for place, shapes in saved["tensors"].items():
-        tensors = {}
-        for name, shape in shapes.items():
-            kept = name in recorded  # the statistics of the VAE are
-            tensors[name] = recorded[name] if kept else made_up(name, tuple(shape))
-        save_file(tensors, folder / place, {"format": "pt"})
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +30,13 @@ def recorded():
 
 
 @pytest.fixture(scope="module")
-def folder(recorded, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("flux2")
-    write_folder(recorded, folder)
-    return folder
+def folder(flux2_folder):
+    return flux2_folder
 
 
 @pytest.fixture(scope="module")
-def model(folder):
-    return flux2.load(folder, jnp.float32)
+def model(small_flux2):
+    return small_flux2
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +71,8 @@ def read_names(part):
 
 def declared(part):
     """Names and shapes of the same part here, each block by its number."""
-    found = {}
-    for name, parameter in flux2.model_parameters(flux2.Config())[part].items():
-        if "*" in name:
-            depth, *shape = parameter.shape
-            found |= {name.replace("*", str(number)): tuple(shape) for number in range(depth)}
-        else:
-            found[name] = parameter.shape
-    return found
+    shapes = flux2.parameter_shapes(flux2.Config())[part]
+    return {name: value.shape for name, value in unstack_layers(shapes).items()}
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -117,11 +91,6 @@ def test_all_is_read_but_the_text_encoders_last_quarter_and_its_head():
     assert unread["text_encoder"] - layers == {"model.norm.weight", "lm_head.weight"}
     assert {int(name.split(".")[2]) for name in layers} == set(range(27, 36))
     assert len(layers) == 9 * 11, "all of each layer"
-
-
-def test_the_transformer_is_as_large_as_its_file_on_the_hub():
-    numbers = sum(np.prod(shape) for shape in declared("transformer").values())
-    assert round(2 * numbers / 1e9, 2) == 7.75  # GB in bfloat16
 
 
 # Parts.
@@ -231,30 +200,18 @@ def test_images_are_those_of_pytorchs_pipeline(model, recorded, prompts, name, o
     assert farthest(found, recorded[name] / 65535) <= SHARE
 
 
-@pytest.fixture(scope="module")
-def edit(model, recorded, prompts):
-    """A function that edits one of the pictures, by its number, for each prompt."""
+def test_edited_images_are_those_of_pytorchs_pipeline(model, recorded, prompts):
+    expected = recorded["edited"] / 65535
 
     def edit(*numbers):
         images = recorded["pictures"][list(numbers)] / np.float32(255)
         options = {"guidance": 2.5, "empty": model[2]([""]), "images": images}
         return draw(model, prompts, 64, 64, **options)
 
-    return edit
-
-
-def test_an_edited_image_is_that_of_pytorchs_pipeline(edit, recorded):
-    assert farthest(edit(0, 0), recorded["edited"] / 65535) <= SHARE
-
-
-def test_one_picture_is_edited_by_every_prompt(edit, recorded):
-    assert farthest(edit(0), recorded["edited"] / 65535) <= SHARE
-
-
-def test_each_prompt_edits_a_picture_of_its_own(edit, recorded):
-    found = edit(0, 1)
-    assert farthest(found[0], recorded["edited"][0] / 65535) <= SHARE
-    assert farthest(found[1], recorded["edited"][1] / 65535) > 1 / 255
+    assert farthest(edit(0), expected) <= SHARE  # one picture for every prompt
+    found = edit(0, 1)  # one for each
+    assert farthest(found[0], expected[0]) <= SHARE
+    assert farthest(found[1], expected[1]) > 1 / 255
 
 
 def test_with_two_references_the_image_is_that_of_pytorchs_pipeline(model, recorded, prompts):
@@ -281,67 +238,6 @@ def test_with_two_references_the_image_is_that_of_pytorchs_pipeline(model, recor
     assert farthest(found, recorded["two references"] / 65535) <= SHARE
 
 
-# Several devices.
-
-PROMPTS = ["a star", "a heart", "a small red star", "a large blue ring"] * 2
-
-
-@pytest.fixture(scope="module")
-def draw_on(model):
-    """A function that draws eight images on devices of a mesh, and counts what these exchange."""
-    params, config, tokenize = model
-    ids, mask = tokenize(PROMPTS)
-    noise = noise_for(PROMPTS, 16, 16)
-
-    def draw_on(mesh, rules, guidance):
-        def draw(params, ids, mask, noise):
-            options = {"guidance": guidance, "empty": tokenize([""])}
-            return flux2.generate(
-                params, config, ids, mask, noise, height=16, width=16, steps=2, **options
-            )
-
-        inputs = (
-            jax.device_put(params, flux2.shardings(config, mesh, rules)),
-            *jax.device_put((ids, mask, noise), NamedSharding(mesh, P("data"))),
-        )
-        compiled = jax.jit(draw).lower(*inputs).compile()
-        return np.asarray(compiled(*inputs)), count_collectives(compiled)
-
-    return draw_on
-
-
-def mesh_of(data, model):
-    """A mesh of so many groups of devices, and so many in each."""
-    devices = np.array(jax.devices()[: data * model])
-    return Mesh(devices.reshape(data, model), ("data", "model"))
-
-
-def test_data_parallel_devices_draw_the_images_of_one_and_exchange_nothing(draw_on):
-    expected, _ = draw_on(mesh_of(1, 1), flux2.DATA_PARALLEL, None)
-    found, collectives = draw_on(mesh_of(8, 1), flux2.DATA_PARALLEL, None)
-    assert farthest(found, expected) <= SHARE
-    assert collectives == {}
-
-
-def test_tensor_parallel_devices_draw_the_images_of_one_with_guidance_too(draw_on):
-    expected, _ = draw_on(mesh_of(1, 1), flux2.TENSOR_PARALLEL, 3.0)
-    found, collectives = draw_on(mesh_of(4, 2), flux2.TENSOR_PARALLEL, 3.0)
-    assert farthest(found, expected) <= SHARE
-    assert collectives["all-reduce"] > 0
-
-
-def test_rules_split_heads_and_channels_and_leave_the_rest_whole(model):
-    params, config, _ = model
-    where = flux2.shardings(config, mesh_of(4, 2), flux2.TENSOR_PARALLEL)
-    assert jax.tree.structure(where) == jax.tree.structure(params)
-    block = "transformer_blocks.*"
-    specs = {name: each.spec for name, each in where["transformer"].items()}
-    assert specs[f"{block}.attn.to_q.weight"] == P(None, None, "model")
-    assert specs[f"{block}.ff.linear_out.weight"] == P(None, "model", None)
-    assert specs[f"{block}.attn.norm_q.weight"] == P(None, None)
-    assert all(each.is_fully_replicated for each in where["vae"].values())
-
-
 # Files.
 
 
@@ -352,8 +248,8 @@ def test_a_folder_is_read_as_it_says(folder, tmp_path):
     assert config.vae.pixels_per_token == 8
     copy = shutil.copytree(folder, tmp_path / "copy")
     file = copy / "scheduler" / "scheduler_config.json"
-    edit_json(file, lambda found: found | {"use_dynamic_shifting": False})
-    edit_json(copy / "model_index.json", lambda found: found | {"is_distilled": True})
+    make.edit_json(file, lambda found: found | {"use_dynamic_shifting": False})
+    make.edit_json(copy / "model_index.json", lambda found: found | {"is_distilled": True})
     config = flux2.read_config(copy)
     assert (config.shift, config.is_distilled) == (3.0, True)
 
@@ -365,21 +261,15 @@ def test_rotary_positions_are_read_where_newer_versions_write_them(folder, tmp_p
         base = found.pop("rope_theta")
         return found | {"rope_parameters": {"rope_type": "default", "rope_theta": base}}
 
-    edit_json(copy / "text_encoder" / "config.json", move)
+    make.edit_json(copy / "text_encoder" / "config.json", move)
     assert flux2.read_config(copy) == flux2.read_config(folder)
-
-
-def read_part(folder, part):
-    """All tensors of a part, as its files have them."""
-    found = {}
-    for file in (folder / part).glob("*.safetensors"):
-        found |= load_file(file)
-    return found
 
 
 def test_files_written_of_a_model_have_what_they_were_read_from(model, folder):
     for part, values in model[0].items():
-        saved = read_part(folder, part)
+        saved = {}
+        for file in (folder / part).glob("*.safetensors"):
+            saved |= load_file(file)
         written = to_files(values)
         assert all(np.array_equal(value, saved[name]) for name, value in written.items())
         numbers = sum(value.size for value in values.values())
@@ -388,55 +278,28 @@ def test_files_written_of_a_model_have_what_they_were_read_from(model, folder):
 
 @pytest.fixture(scope="module")
 def shards(model, folder, tmp_path_factory):
-    """The same model in bfloat16, in three files for each part, with an index that says where."""
+    """The same model in bfloat16, in three files for each part, and what else may lie there.
+
+    That is a file which the index does not name, and an array which is in no block.
+    """
     shards = tmp_path_factory.mktemp("shards") / "model"
     shutil.copytree(folder, shards, ignore=shutil.ignore_patterns("*.safetensors"))
     for part, values in model[0].items():
-        tensors = list(to_files(values).items())
-        weight_map = {}
-        for number in range(3):
-            name = f"model-{number + 1:05}-of-00003.safetensors"
-            some = {key: value.astype(jnp.bfloat16) for key, value in tensors[number::3]}
-            save_file(some, shards / part / name, {"format": "pt"})
-            weight_map |= dict.fromkeys(some, name)
-        index = {"metadata": {}, "weight_map": weight_map}
-        (shards / part / "model.safetensors.index.json").write_text(json.dumps(index))
+        tensors = to_files(values) | {"of.others": np.zeros(3, np.float32)}
+        tensors = {name: value.astype(jnp.bfloat16) for name, value in tensors.items()}
+        make.save_in_parts(tensors, shards / part, "model", 3)
+    shutil.copy(shards / "tokenizer" / "vocab.json", shards / "vae" / "old.safetensors")
     return shards
 
 
-def test_a_model_in_bfloat16_and_in_several_files_is_read(model, shards):
-    params, config, _ = flux2.load(shards)
-    assert config == model[1]
-    assert {value.dtype for value in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+def test_a_model_in_bfloat16_and_in_several_files_is_read(model, shards, recorded, prompts):
+    found = flux2.load(shards)
+    assert found[1] == model[1]
     rounded = jax.tree.map(lambda value: np.asarray(value).astype(jnp.bfloat16), model[0])
-    assert is_same(params, rounded)
-
-
-def test_files_beside_those_of_the_index_are_not_read(shards, tmp_path):
-    copy = shutil.copytree(shards, tmp_path / "copy")
-    shutil.copy(copy / "tokenizer" / "vocab.json", copy / "vae" / "old.safetensors")
-    flux2.load(copy)
-
-
-def test_arrays_that_are_in_no_block_may_be_there_and_are_not_read(model, folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    file = copy / "transformer" / "diffusion_pytorch_model.safetensors"
-    save_file(load_file(file) | {"of.others": np.zeros(3, np.float32)}, file)
-    assert is_same(flux2.load(copy, jnp.float32)[0], model[0])
-
-
-def test_in_bfloat16_images_are_almost_the_same(shards, recorded, prompts):
-    found = draw(flux2.load(shards), prompts, 24, 40)
-    assert found.dtype == jnp.float32
-    assert 0 < 255 * np.abs(found - recorded["distilled"] / 65535).mean() < 3
-
-
-def test_parameters_go_where_rules_say(model, folder):
-    config = model[1]
-    where = flux2.shardings(config, mesh_of(4, 2), flux2.TENSOR_PARALLEL)
-    params, _, _ = flux2.load(folder, jnp.float32, where)
-    assert jax.tree.map(lambda value: value.sharding, params) == where
-    assert is_same(params, model[0])
+    assert make.is_same(found[0], rounded)
+    images = draw(found, prompts, 24, 40)
+    assert images.dtype == jnp.float32
+    assert 0 < 255 * np.abs(images - recorded["distilled"] / 65535).mean() < 3
 
 
 # What cannot be.
@@ -446,124 +309,80 @@ def remove(place):
     return lambda folder: (folder / place).unlink()
 
 
-def change_json(place, **changes):
-    return lambda folder: edit_json(folder / place, lambda found: found | changes)
+def change(part, **changes):
+    """Change settings of a part."""
+    file = {"scheduler": "scheduler_config", "tokenizer": "tokenizer_config", "": "model_index"}
 
-
-def damage(folder):
-    """Cut a file off in the middle, as a download that ended early."""
-    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-
-
-def change_dtype(dtype):
     def change(folder):
-        file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
-        save_file({name: value.astype(dtype) for name, value in load_file(file).items()}, file)
+        name = file.get(part, "config")
+        make.edit_json(folder / part / f"{name}.json", lambda found: found | changes)
 
     return change
 
 
+def in_8_bits(folder):
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = {name: value.astype(jnp.float8_e4m3fn) for name, value in load_file(file).items()}
+    save_file(tensors, file)
+
+
 BAD_FOLDERS = {
-    "no model_index.json": (
-        remove("model_index.json"),
-        FileNotFoundError,
-        "model_index.json is missing: give a whole folder in diffusers' format.",
-    ),
-    "no config.json": (remove("vae/config.json"), FileNotFoundError, "vae/config.json is missing"),
+    "no model_index.json": (remove("model_index.json"), "is missing: give a whole folder in diff"),
+    "no config.json": (remove("vae/config.json"), "vae/config.json is missing"),
     "no scheduler": (
         remove("scheduler/scheduler_config.json"),
-        FileNotFoundError,
         "scheduler_config.json is missing",
     ),
-    "no tokenizer": (
-        remove("tokenizer/tokenizer.json"),
-        FileNotFoundError,
-        "tokenizer.json is missing",
-    ),
+    "no tokenizer": (remove("tokenizer/tokenizer.json"), "tokenizer.json is missing"),
     "a damaged tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"),
-        ValueError,
         "tokenizer.json is no tokenizer: .* Get it again.",
     ),
     "a length of prompts that is null": (
-        change_json("tokenizer/tokenizer_config.json", model_max_length=None),
-        ValueError,
+        change("tokenizer", model_max_length=None),
         "has None for model_max_length, which is no number of tokens: download",
     ),
-    "no parameters": (
-        remove("transformer/diffusion_pytorch_model.safetensors"),
-        FileNotFoundError,
-        "transformer has no parameters that can be read, but nothing: download the folder again",
-    ),
     "another pipeline": (
-        change_json("model_index.json", _class_name="StableDiffusionPipeline"),
-        ValueError,
+        change("", _class_name="StableDiffusionPipeline"),
         "is made for StableDiffusionPipeline, and this code reads Flux2KleinPipeline",
     ),
     "embedded guidance": (
-        change_json("transformer/config.json", guidance_embeds=True),
-        ValueError,
+        change("transformer", guidance_embeds=True),
         "asks for guidance_embeds = True, which this model does not have: it has False",
     ),
     "another text encoder": (
-        change_json("text_encoder/config.json", model_type="mistral3"),
-        ValueError,
+        change("text_encoder", model_type="mistral3"),
         "asks for model_type = 'mistral3', which this model does not have: it has 'qwen3'",
     ),
-    "more blocks than the configuration means": (
-        change_json("transformer/config.json", num_single_layers=2),
-        ValueError,
-        r"has \(.* for single_transformer_blocks\.2\..*, and its configuration means nothing",
-    ),
     "another scheduler": (
-        change_json("scheduler/scheduler_config.json", use_karras_sigmas=True),
-        ValueError,
+        change("scheduler", use_karras_sigmas=True),
         "asks for use_karras_sigmas = True, which this model does not have: it has False",
     ),
     "scaled rotary positions": (
-        change_json("text_encoder/config.json", rope_parameters={"rope_type": "yarn"}),
-        ValueError,
+        change("text_encoder", rope_parameters={"rope_type": "yarn"}),
         "asks for rope_type = 'yarn', which this model does not have: it has 'default'",
     ),
+    "more blocks than the configuration means": (
+        change("transformer", num_single_layers=2),
+        r"has \(.* for single_transformer_blocks\.2\..*, and its configuration means nothing",
+    ),
     "fewer blocks than the configuration means": (
-        change_json("transformer/config.json", num_single_layers=4),
-        ValueError,
+        change("transformer", num_single_layers=4),
         r"has nothing for single_transformer_blocks\.3\.attn\..*, and its configuration means \(",
     ),
-    "another width": (
-        change_json("text_encoder/config.json", intermediate_size=80),
-        ValueError,
-        r"has \(72, 40\) for .*down_proj.weight, and its configuration means \(80, 40\): get both",
-    ),
-    "a damaged file": (damage, ValueError, "damaged or no safetensors: .* Get it again."),
     "numbers of 8 bits": (
-        change_dtype(jnp.float8_e4m3fn),
-        ValueError,
+        in_8_bits,
         r"transformer holds numbers of 8 bits \(F8_E4M3, called fp8\): get the file in float16 or",
-    ),
-    "whole numbers": (
-        change_dtype(np.int8),
-        ValueError,
-        "holds numbers as I8: get float32, float16 or bfloat16.",
     ),
 }
 
 
 @pytest.mark.parametrize("how", BAD_FOLDERS)
 def test_a_bad_folder_is_refused_in_a_sentence(folder, tmp_path, how):
-    spoil, error, sentence = BAD_FOLDERS[how]
+    spoil, sentence = BAD_FOLDERS[how]
     copy = shutil.copytree(folder, tmp_path / "copy")
     spoil(copy)
-    with pytest.raises(error, match=sentence):
-        flux2.load(copy)
-
-
-def test_a_shard_that_is_missing_is_named(shards, tmp_path):
-    copy = shutil.copytree(shards, tmp_path / "copy")
-    (copy / "text_encoder" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"model-00002-of-00003\.safetensors is missing"):
+    with pytest.raises((FileNotFoundError, ValueError), match=sentence):
         flux2.load(copy)
 
 

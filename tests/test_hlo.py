@@ -16,20 +16,13 @@ from course.tpu.hlo import (
 )
 
 
-@pytest.fixture(scope="module")
-def x():
-    """An array that is split over eight devices."""
+def test_a_collective_tells_its_bytes_and_where_it_comes_from():
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    return jax.device_put(np.ones((8, 3), np.float32), NamedSharding(mesh, P("data")))
-
-
-def test_collectives_are_counted(x):
+    x = jax.device_put(np.ones((8, 3), np.float32), NamedSharding(mesh, P("data")))
     assert count_collectives(jax.jit(lambda x: 2 * x).lower(x).compile()) == {}
-    assert count_collectives(jax.jit(lambda x: x.sum()).lower(x).compile()) == {"all-reduce": 1}
-
-
-def test_a_collective_tells_its_bytes_and_where_it_comes_from(x):
-    (found,) = find_collectives(jax.jit(lambda x: x.sum(axis=0)).lower(x).compile())
+    compiled = jax.jit(lambda x: x.sum(axis=0)).lower(x).compile()
+    assert count_collectives(compiled) == {"all-reduce": 1}
+    (found,) = find_collectives(compiled)
     assert (found.kind, found.bytes) == ("all-reduce", 3 * 4)
     assert "reduce_sum" in found.origin
 

@@ -1,7 +1,6 @@
-"""Whole images of course.sd: those of the Flax pipelines and of PyTorch, from any input.
+"""Whole images of course.sd: those of PyTorch and of the Flax pipelines, from any input.
 
-``python -m tests.makers.reference`` recorded PyTorch's. Since ours match both, the images of the
-Flax pipelines match those of PyTorch.
+``python -m tests.makers.reference`` recorded PyTorch's.
 """
 
 import functools
@@ -10,29 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from course import sd
-from course.model import layers
-from course.sd import (
-    STATIC,
-    Config,
-    ScheduleConfig,
-    TextConfig,
-    UNetConfig,
-    VAEConfig,
-    generate,
-    pipeline,
-    unet,
-)
+from course.sd import STATIC, generate, pipeline
 from course.sd.configs import read_class
 from course.sd.samplers import SAMPLERS
-from course.tpu.hlo import count_collectives
 from helpers import bundled_checkpoint, count_compilations
 from tests.makers import common
+from tests.makers.small import SD
 
 GUIDANCE = common.GUIDANCE
+
+
+def farthest(images, others):
+    """The largest difference of any two numbers, in steps of 255."""
+    assert images.shape == others.shape
+    return 255 * np.abs(np.asarray(images, np.float32) - np.asarray(others, np.float32)).max()
+
+
+# The bundled checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -41,40 +37,23 @@ def recorded():
 
 
 @pytest.fixture(scope="module", params=["shapes-sd", "shapes-sdxl"])
-def checkpoint(request):
-    return bundled_checkpoint(request.param)
+def name(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def own_sampler(checkpoint):
-    return {"shapes-sd": "ddim", "shapes-sdxl": "euler"}[checkpoint.name]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint):
-    return sd.load(checkpoint.source)
-
-
-def compile_drawing(model, recorded, any_sampler, samplers):
-    """A function that draws the recorded prompts from the recorded latents with these samplers."""
-    params, config, tokenize = model
+def draw(name, models, recorded, any_sampler):
+    """A function that draws the recorded prompts from the recorded latents by any sampler."""
+    params, config, tokenize = models[name]
     ids = tokenize(common.PROMPTS)
     negative_ids = None if config.is_xl else tokenize([""])
     latents = np.moveaxis(recorded["latents"], 1, -1)
+    samplers = list(SAMPLERS)
 
     def draw_any(params, which, steps):
         with any_sampler(which, samplers):
-            return generate(
-                params,
-                config,
-                ids,
-                jax.random.key(0),
-                negative_ids,
-                steps,
-                GUIDANCE,
-                latents,
-                sampler="any",
-            )
+            inputs = (ids, None, negative_ids, steps, GUIDANCE, latents)
+            return generate(params, config, *inputs, sampler="any")
 
     program = jax.jit(draw_any).lower(params, 0, 1).compile()
 
@@ -84,78 +63,26 @@ def compile_drawing(model, recorded, any_sampler, samplers):
     return draw
 
 
-@pytest.fixture(scope="module")
-def draw(model, recorded, any_sampler):
-    return compile_drawing(model, recorded, any_sampler, list(SAMPLERS))
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_images_are_those_of_pytorchs_pipeline(draw, recorded, name, sampler):
+    assert farthest(draw(sampler), recorded[f"{name} {sampler}"] / 65535) <= 0.05
 
 
-@pytest.fixture(scope="module")
-def draw_as_flax(model, recorded, any_sampler, own_sampler):
-    """The same with the GELU and the epsilon that Flax has."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layers, "gelu", jax.nn.gelu)
-        patch.setattr(unet, "TRANSFORMER_EPSILON", 1e-5)
-        return compile_drawing(model, recorded, any_sampler, [own_sampler])
-
-
-@pytest.fixture(scope="module")
-def flax_images(load, checkpoint, recorded, own_sampler):
-    """Images of the checkpoint's Flax pipeline, by the sampler that it comes with."""
+def test_images_are_those_of_the_flax_pipeline(name, draw, load, recorded):
+    """By the sampler that the checkpoint comes with."""
+    checkpoint = bundled_checkpoint(name)
     flax_pipeline, params = load(checkpoint)
     ids = flax_pipeline.prepare_inputs(common.PROMPTS)
-    steps = common.STEPS[own_sampler]
-    side = checkpoint.height
+    sampler = {"shapes-sd": "ddim", "shapes-sdxl": "euler"}[name]
+    sizes = (common.STEPS[sampler], checkpoint.height, checkpoint.height)
     program = jax.jit(flax_pipeline._generate, static_argnums=(3, 4, 5))
-    return program(ids, params, None, steps, side, side, GUIDANCE, recorded["latents"])
+    expected = program(ids, params, None, *sizes, GUIDANCE, recorded["latents"])
+    assert farthest(draw(sampler), expected) <= 1
 
 
-def farthest(images, others):
-    """The largest difference of any two numbers, in steps of 255."""
-    assert images.shape == others.shape
-    return 255 * np.abs(np.asarray(images, np.float32) - np.asarray(others, np.float32)).max()
+# The small model
 
 
-def test_images_are_those_of_the_flax_pipeline(draw, flax_images, own_sampler):
-    assert farthest(draw(own_sampler), flax_images) <= 1
-
-
-def test_with_the_gelu_and_epsilon_of_flax_they_are_so_to_a_hundredth(
-    draw_as_flax, flax_images, own_sampler
-):
-    assert farthest(draw_as_flax(own_sampler), flax_images) <= 0.01
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_images_are_those_of_pytorchs_pipeline(draw, recorded, checkpoint, sampler):
-    assert farthest(draw(sampler), recorded[f"{checkpoint.name} {sampler}"] / 65535) <= 0.05
-
-
-# A small model with all parts, whose images mean nothing: what follows is true of any.
-SMALL = Config(
-    text=(
-        TextConfig(
-            vocab_size=99,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=7,
-            eos_token_id=98,
-        ),
-    ),
-    unet=UNetConfig(
-        sample_size=8,
-        down_block_types=("DownBlock2D",),
-        up_block_types=("UpBlock2D",),
-        block_out_channels=(8,),
-        layers_per_block=1,
-        norm_num_groups=4,
-        cross_attention_dim=16,
-        attention_head_dim=2,
-    ),
-    vae=VAEConfig(block_out_channels=(8,), norm_num_groups=4),
-    schedule=ScheduleConfig("ddim", steps_offset=1),
-)
 IDS = np.arange(8 * 7).reshape(8, 1, 7)
 NEGATIVE = np.full((1, 1, 7), 98)
 ALL_NEGATIVE = np.repeat(NEGATIVE, 8, axis=0)
@@ -164,181 +91,159 @@ program = jax.jit(generate, static_argnames=STATIC)
 
 
 @pytest.fixture(scope="module")
-def small():
-    """Made-up parameters of the small model."""
-    random = np.random.default_rng(0)
+def draw_one(small_sd):
+    """A function that draws the first prompt's image by itself, on one device."""
 
-    def make_up(shape):
-        numbers = random.standard_normal(shape.shape, shape.dtype)
-        return numbers / np.sqrt(np.prod(shape.shape[:-1]))
+    def draw_one(negative_ids=NEGATIVE, steps=3, guidance=GUIDANCE):
+        return program(small_sd, SD, IDS[:1], KEYS[:1], negative_ids, steps, guidance)
 
-    return jax.tree.map(make_up, sd.parameter_shapes(SMALL))
+    return draw_one
 
 
 @pytest.fixture(scope="module")
-def image(small):
-    """The first prompt's image by itself, drawn on one device."""
-    return np.asarray(program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE, 3, GUIDANCE))
+def draw_all(small_sd):
+    """A function that draws all prompts' images on one device, with a negative prompt for each."""
+
+    def draw_all(ids=IDS, keys=KEYS, guidance=(GUIDANCE,) * 8):
+        return program(small_sd, SD, ids, keys, ALL_NEGATIVE, 3, np.float32(guidance))
+
+    return draw_all
 
 
 @pytest.fixture(scope="module")
-def images(small):
-    """All prompts' images on one device, with a negative prompt for each."""
-    return np.asarray(program(small, SMALL, IDS, KEYS, ALL_NEGATIVE, 3, GUIDANCE))
+def image(draw_one):
+    return np.asarray(draw_one())
 
 
 @pytest.fixture(scope="module")
-def draw_on(small):
-    """A function that draws an image on each of some devices, by ``shard_map`` or ``jit`` alone."""
+def images(draw_all):
+    return np.asarray(draw_all())
 
+
+def test_with_shard_map_images_are_the_same_and_one_negative_prompt_serves(small_sd, image, images):
     def draw(params, ids, keys):
-        return generate(params, SMALL, ids, keys, NEGATIVE, 3, GUIDANCE)
+        return generate(params, SD, ids, keys, NEGATIVE, 3, GUIDANCE)
 
-    @functools.cache
-    def draw_on(devices, mapped):
-        mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
-        function = draw
-        if mapped:
-            function = jax.shard_map(
-                draw,
-                mesh=mesh,
-                in_specs=(P(), P("data"), P("data")),
-                out_specs=P("data"),
-            )
-        split = NamedSharding(mesh, P("data"))
-        inputs = (
-            jax.device_put(small, NamedSharding(mesh, P())),
-            jax.device_put(IDS[:devices], split),
-            jax.device_put(KEYS[:devices], split),
-        )
-        compiled = jax.jit(function).lower(*inputs).compile()
-        return np.asarray(compiled(*inputs)), count_collectives(compiled)
-
-    return draw_on
-
-
-@pytest.mark.parametrize("devices", [3, 8])
-def test_with_shard_map_an_image_is_the_same_on_any_number_of_devices(draw_on, image, devices):
-    found, _ = draw_on(devices, True)
-    assert len(found) == devices
+    mesh = Mesh(np.array(jax.devices()[:3]), ("data",))
+    specs = (P(), P("data"), P("data"))
+    mapped = jax.shard_map(draw, mesh=mesh, in_specs=specs, out_specs=P("data"))
+    found = np.asarray(jax.jit(mapped)(small_sd, IDS[:3], KEYS[:3]))
     assert np.array_equal(found[:1], image)
-    assert np.array_equal(found[:3], draw_on(3, True)[0])
+    assert farthest(found, images[:3]) <= 0.5
 
 
-def test_with_jit_alone_it_is_almost_the_same_and_devices_exchange_nothing(draw_on, images):
-    found, collectives = draw_on(8, False)
-    assert farthest(found, images) <= 0.5
-    assert collectives == {}
-
-
-def test_one_negative_prompt_serves_for_all(draw_on, images):
-    assert farthest(draw_on(8, True)[0], images) <= 0.5
-
-
-def test_a_different_negative_prompt_gives_different_images(small, image):
-    assert farthest(program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE - 1, 3, GUIDANCE), image) > 1
-
-
-def test_each_image_follows_its_own_prompts_and_key(small, images):
-    turned = program(small, SMALL, IDS[::-1], KEYS[::-1], ALL_NEGATIVE, 3, GUIDANCE)
+def test_each_image_follows_its_own_prompts_key_and_guidance(draw_all, images):
+    turned = draw_all(IDS[::-1], KEYS[::-1])
     assert farthest(turned[::-1], images) < 0.01
     assert farthest(turned, images) > 1
-
-
-def test_guidance_may_differ_from_image_to_image(small, images):
-    scales = np.float32([GUIDANCE] * 4 + [0] * 4)
-    found = program(small, SMALL, IDS, KEYS, ALL_NEGATIVE, 3, scales)
+    found = draw_all(guidance=[GUIDANCE] * 4 + [0] * 4)
     assert farthest(found[:4], images[:4]) < 0.01
     assert farthest(found[4:], images[4:]) > 1
 
 
-def test_at_a_guidance_of_1_or_less_the_prompt_alone_decides(small):
-    unguided = program(small, SMALL, IDS[:1], KEYS[:1], steps=3, guided=False)
+def test_at_a_guidance_of_1_or_less_the_prompt_alone_decides(small_sd, draw_one):
+    unguided = program(small_sd, SD, IDS[:1], KEYS[:1], steps=3, guided=False)
     for scale in (1.0, 0.0):
-        guided = program(small, SMALL, IDS[:1], KEYS[:1], IDS[1:2], 3, scale)
-        assert farthest(guided, unguided) < 0.01
+        assert farthest(draw_one(guidance=scale), unguided) < 0.01
 
 
-def test_different_steps_and_guidance_compile_nothing(small, image):
+def test_different_inputs_compile_nothing_and_change_the_image(draw_one, image):
     with count_compilations() as compiled:
-        others = [
-            program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE, *new)
-            for new in ((4, GUIDANCE), (3, 7.5))
-        ]
+        others = [draw_one(NEGATIVE - 1), draw_one(steps=4), draw_one(guidance=7.5)]
+        for steps in (-1, 0, 999, 1000):  # out of range
+            assert np.isnan(draw_one(steps=steps)).all()
     assert compiled == []
     assert all(farthest(other, image) > 1 for other in others)
 
 
-@pytest.mark.parametrize("steps", [-1, 0, 999, 1000])
-def test_in_a_compiled_program_steps_out_of_range_give_nan(small, image, steps):
-    assert np.isnan(program(small, SMALL, IDS[:1], KEYS[:1], NEGATIVE, steps, GUIDANCE)).all()
-
-
-def test_in_bfloat16_the_image_is_almost_the_same(small, image):
-    params = jax.tree.map(lambda value: value.astype(jnp.bfloat16), small)
-    found = program(params, SMALL, IDS[:1], KEYS[:1], NEGATIVE, 3, GUIDANCE)
+def test_in_bfloat16_the_image_is_almost_the_same(small_sd, image):
+    params = jax.tree.map(lambda value: value.astype(jnp.bfloat16), small_sd)
+    found = program(params, SD, IDS[:1], KEYS[:1], NEGATIVE, 3, GUIDANCE)
     assert found.dtype == jnp.float32
     assert 0 < 255 * np.abs(found - image).mean() < 3
 
 
-def test_one_key_stands_for_the_noise_that_pipelines_draw_from_it(small, monkeypatch):
-    monkeypatch.setattr(pipeline, "sample", lambda model, schedule, noise, *_: noise)
-    monkeypatch.setattr(pipeline, "decode", lambda params, config, latents, _: latents)
+def test_one_key_stands_for_the_noise_that_pipelines_draw_from_it():
     key = jax.random.key(5)
-    noise = jax.jit(lambda params: generate(params, SMALL, IDS, key, NEGATIVE))(small)
-    assert np.array_equal(noise, jax.random.normal(key, (8, 4, 8, 8)).transpose(0, 2, 3, 1))
+    expected = jax.random.normal(key, (8, 4, 8, 6)).transpose(0, 2, 3, 1)
+    assert np.array_equal(pipeline.draw_noise(key, (8, 8, 6, 4)), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "sentence"),
-    [
-        (
-            {},
-            "UNet3DConditionModel",
-            "a file is for UNet3DConditionModel, .* choose one of CLIPTextModel, ",
-        ),
-        (
-            {"act_fn": "gelu"},
-            "UNet2DConditionModel",
-            "a file asks for act_fn = 'gelu', .*: it has 'silu'.",
-        ),
-        (
-            {"down_block_types": ["AttnDownBlock2D"]},
-            "UNet2DConditionModel",
-            "asks for down_block_types = .*: it has",
-        ),
-        (
-            {"class_embed_type": "timestep"},
-            "UNet2DConditionModel",
-            "asks for class_embed_type = 'timestep', which",
-        ),
-        (
-            {"layers_per_block": [1, 2]},
-            "UNet2DConditionModel",
-            r"asks for layers_per_block = \[1, 2\], which",
-        ),
-        (
-            {"layers_per_block": None},
-            "UNet2DConditionModel",
-            "asks for layers_per_block = None, which",
-        ),
-        (
-            {"block_out_channels": 32},
-            "UNet2DConditionModel",
-            "asks for block_out_channels = 32, which",
-        ),
-        (
-            {"prediction_type": "sample"},
-            "EulerDiscreteScheduler",
-            "asks for prediction_type = 'sample', which .*: it has 'epsilon' and 'v_prediction'",
-        ),
-        (
-            {"trained_betas": [0.1]},
-            "EulerDiscreteScheduler",
-            "asks for trained_betas = .*, which",
-        ),
-    ],
-)
+# Guidance in halves and left out
+
+
+@pytest.fixture(scope="module")
+def guided(small_sd):
+    """``generate`` without a network: it gives latents in the place of images.
+
+    What stands in for the UNet depends on latents and text.
+    """
+
+    def answer(p, config, x, timestep, condition, attention, remat):
+        about = next(iter(condition.words.values()))[0].mean((0, 2, 3, 4))
+        return x * (1 + about.reshape(-1, 1, 1, 1))
+
+    def guided(**options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline, "unet", answer)
+            patch.setattr(pipeline, "decode", lambda p, config, latents, attention: latents)
+            return generate(small_sd, SD, IDS[:2], KEYS[:2], NEGATIVE, 3, 5.0, **options)
+
+    return guided
+
+
+@pytest.fixture(scope="module")
+def late(guided):
+    """What is drawn if guidance is left out below a timestep: nowhere, in some steps, in all."""
+    draw = jax.jit(lambda below: guided(unguided_below=below))
+    return {below: draw(below) for below in (0, 500, 1000)}
+
+
+def by_halves(guided, devices):
+    mesh = jax.make_mesh(
+        (devices,), ("half",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
+    )
+    half = functools.partial(guided, guidance_axis="half")
+    return jax.jit(jax.shard_map(half, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False))
+
+
+def test_guidance_on_two_devices_draws_the_images_of_one(guided, late):
+    assert jnp.abs(by_halves(guided, 2)() - late[0]).max() < 1e-5
+    assert jnp.abs(late[1000] - late[0]).max() > 1e-2  # guidance does change them
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_guidance_needs_an_axis_of_two_devices(guided, devices):
+    message = rf"the axis 'half' has {devices} device\(s\): give it two"
+    with pytest.raises(ValueError, match=message):
+        by_halves(guided, devices)()
+
+
+def test_guidance_is_left_out_below_a_timestep_or_everywhere(guided, late):
+    without = jax.jit(lambda: guided(guided=False))()
+    assert jnp.abs(late[1000] - without).max() < 1e-5
+    assert min(jnp.abs(late[500] - late[other]).max() for other in (0, 1000)) > 1e-2
+
+
+# Configurations
+
+
+UNET = "UNet2DConditionModel"
+EULER = "EulerDiscreteScheduler"
+REFUSALS = [
+    ({}, "UNet3DConditionModel", "a file is for UNet3DConditionModel, .* choose one of CLIPText"),
+    ({"act_fn": "gelu"}, UNET, "a file asks for act_fn = 'gelu', .*: it has 'silu'."),
+    ({"down_block_types": ["AttnDownBlock2D"]}, UNET, "asks for down_block_types = .*: it has"),
+    ({"class_embed_type": "timestep"}, UNET, "asks for class_embed_type = 'timestep', which"),
+    ({"layers_per_block": [1, 2]}, UNET, r"asks for layers_per_block = \[1, 2\], which"),
+    ({"layers_per_block": None}, UNET, "asks for layers_per_block = None, which"),
+    ({"block_out_channels": 32}, UNET, "asks for block_out_channels = 32, which"),
+    ({"prediction_type": "sample"}, EULER, "= 'sample', which .*: it has 'epsilon' and 'v_pre"),
+    ({"trained_betas": [0.1]}, EULER, "asks for trained_betas = .*, which"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "sentence"), REFUSALS)
 def test_what_a_configuration_asks_for_in_vain_is_named(options, kind, sentence):
     with pytest.raises(ValueError, match=sentence):
         read_class(options, kind, "a file")
@@ -346,5 +251,4 @@ def test_what_a_configuration_asks_for_in_vain_is_named(options, kind, sentence)
 
 def test_null_is_read_where_it_switches_off():
     """Scripts that converted files of the original layout wrote it so."""
-    config = read_class({"upcast_attention": None}, "UNet2DConditionModel", "a file")
-    assert not config.upcast_attention
+    assert not read_class({"upcast_attention": None}, UNET, "a file").upcast_attention

@@ -1,4 +1,4 @@
-"""Training in small: the loop, the models that it trains, and the folders that are written."""
+"""Training in small: the loop, what each model has of its own, and the folders that are written."""
 
 import functools
 import json
@@ -11,20 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from course import flux2, sd
 from course.model.autoencoder import decode_latents, encode_latents
+from course.model.layers import Parameter
 from course.shapes import scenes
 from lab.cards import sd as cards
 from lab.train import data, export, flow, loop, unet, vae
 from lab.train.__main__ import main
-from lab.train.data import CHECKPOINTS, PIXELS
-from lab.train.judging import make_drawing
-from tests.makers.files import edit_json
+from lab.train.data import CHECKPOINTS
 
 RECIPE = loop.Recipe(steps=6, cooldown=3, peak=2e-3, warmup=2, batch=4, pool=40)
 FLOW = flow.Recipe(steps=6, cooldown=3, peak=1e-3, warmup=2, batch=8, edits=2, pool=64, pairs=16)
+FLOW_CONFIG = replace(
+    flow.CONFIG,
+    transformer=replace(flow.CONFIG.transformer, num_attention_heads=2, num_single_layers=1),
+)
 SMALL = {
     "unet": {
         "block_out_channels": (32,),
@@ -33,7 +35,6 @@ SMALL = {
         "up_block_types": ("CrossAttnUpBlock2D",),
     },
     "vae": {"block_out_channels": (8, 16), "norm_num_groups": 4},
-    "transformer": {"num_attention_heads": 2, "num_single_layers": 1},
 }
 
 
@@ -49,9 +50,7 @@ def train(name: str, folder: Path) -> dict:
     if name == "vae":
         return {"vae": vae.train(folder, RECIPE, replace(config.vae, **SMALL["vae"]), judged=4)}
     if name == "shapes-flux2":
-        transformer = replace(flow.CONFIG.transformer, **SMALL["transformer"])
-        config = replace(flow.CONFIG, transformer=transformer)
-        return flow.train(folder, FLOW, config, of_vae, judged=4)
+        return flow.train(folder, FLOW, FLOW_CONFIG, of_vae, judged=4)
     config = replace(config, unet=replace(config.unet, **SMALL["unet"]))
     earlier = None
     if config.is_xl:  # it starts from the bundled model, as far as that fits
@@ -69,23 +68,9 @@ class Run(NamedTuple):
     data: dict[str, jax.Array]
 
 
-@pytest.fixture(scope="module")
-def compiled_once(tmp_path_factory):
-    """Keep compiled programs in a folder: a run that goes on needs those of the run before."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = [getattr(jax.config, name) for name in names]
-    compilation_cache.reset_cache()
-    jax.config.update(names[0], str(tmp_path_factory.mktemp("programs")))
-    jax.config.update(names[1], 0.5)
-    yield
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 # The model of shapes-sd is trained as that of shapes-sdxl, which starts from it and is told more.
 @pytest.fixture(scope="module", params=["vae", "shapes-sdxl", "shapes-flux2"])
-def run(request, tmp_path_factory, compiled_once):
+def run(request, tmp_path_factory):
     seen = {}
     train_by_loop = loop.train
 
@@ -100,6 +85,8 @@ def run(request, tmp_path_factory, compiled_once):
         yield Run(request.param, folder, train(request.param, folder), **seen)
 
 
+# Which steps are taken is the loop's doing, whatever it trains.
+@pytest.mark.parametrize("run", ["vae"], indirect=True)
 def test_a_run_that_was_cut_off_takes_the_same_steps(run, monkeypatch):
     folder = run.folder.with_name("cut")
     folder.mkdir()
@@ -130,15 +117,12 @@ def test_a_run_that_was_cut_off_takes_the_same_steps(run, monkeypatch):
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_the_loss_falls(run):
+def test_the_loss_falls_and_the_log_has_what_was_judged(run):
     batch = jax.jit(run.task.random_batch)(jax.random.key(9), run.data)
     loss = jax.jit(lambda params: run.task.loss(params, batch))
     before = run.task.start(jax.random.key(run.task.recipe.seed))
     after = {part: run.params[part] for part in before}
     assert float(loss(after)) < float(loss(before))
-
-
-def test_the_log_has_what_was_judged(run):
     rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == rows[-2]["step"] == run.task.recipe.steps
     assert np.isfinite(rows[-2]["loss"])
@@ -147,38 +131,6 @@ def test_the_log_has_what_was_judged(run):
         assert rows[-1]["restored"]["pictures"] == 4
     else:
         assert rows[-1]["drawn"].keys() == {"right", *scenes.ATTRIBUTES, "refused"}
-
-
-@pytest.fixture
-def like(run, tmp_path) -> Path:
-    """A folder with the configuration of the small model of a run."""
-    if run.name == "vae":
-        pytest.skip("a VAE is written as a part of a model")
-    folder = tmp_path / "like"
-    only_json = shutil.ignore_patterns("*.msgpack", "*.safetensors", "*.md", "*.png")
-    shutil.copytree(CHECKPOINTS / run.name, folder, ignore=only_json)
-    part = "transformer" if run.name == "shapes-flux2" else "unet"
-    edit_json(folder / part / "config.json", lambda options: options | SMALL[part])
-    return folder
-
-
-def test_what_is_exported_loads_as_it_was_trained_and_draws(run, like, tmp_path):
-    if run.name == "shapes-flux2":
-        export.export_flux2(run.params, like, tmp_path / "to")
-        params, config, tokenize = flux2.load(tmp_path / "to", jnp.float32)
-        assert tokenize(["a red heart"])[0].shape == (1, 20)
-        images = flow.Judge(params["vae"], 4, config).draw(params, steps=2, guidance=3.0)
-        expected = jax.tree.map(lambda value: value.astype(jnp.bfloat16), run.params)
-    else:
-        export.export_sd(run.params, like, tmp_path / "to")
-        params, config, tokenize = sd.load(tmp_path / "to")
-        images = make_drawing(config, tokenize)(params, ["a red heart"] * 4, 2)
-        expected = run.params
-    for part, values in expected.items():
-        for name, value in values.items():
-            np.testing.assert_array_equal(params[part][name], value, name)
-    assert images.shape == (4, PIXELS, PIXELS, 3)
-    assert np.isfinite(images).all()
 
 
 @pytest.mark.parametrize("name", ["shapes-sd", "shapes-sdxl", "shapes-flux2"])
@@ -331,6 +283,83 @@ def test_a_model_starts_from_what_fits_of_an_earlier_one():
     np.testing.assert_array_equal(started["text_encoder"]["other"], [0, 0])
     assert started.keys() == {"text_encoder"}
     assert started["text_encoder"].keys() == {layers, "other"}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """A function that makes the batch of a key, from random tokens."""
+    rng = np.random.default_rng(0)
+    pool, pairs = FLOW.pool, FLOW.pairs
+    arrays = {
+        "tokens": rng.normal(size=(pool, 16, 16)),
+        "attributes": rng.integers(3, size=(pool, 4)),
+        "before": rng.normal(size=(pairs, 16, 16)),
+        "after": rng.normal(size=(pairs, 16, 16)),
+        "afterwards": rng.integers(3, size=(pairs, 4)),
+        "changed": rng.integers(4, size=pairs),
+    }
+    arrays = {name: jnp.asarray(value) for name, value in arrays.items()}
+    # A number in place of each caption's tokens.
+    arrays["ids"] = arrays["mask"] = jnp.arange(len(data.all_captions()))
+    return jax.jit(lambda seed: flow.random_batch(jax.random.key(seed), arrays, FLOW))
+
+
+def test_the_loss_is_that_of_the_velocity_from_data_to_noise(batch, monkeypatch):
+    found = batch(0)
+    target = found["noise"] - found["clean"]
+    seen = []
+
+    def right(p, config, image, text, time, image_positions, text_positions):
+        rows = slice(6, 8) if seen else slice(0, 6)  # first what is drawn, then the edits
+        seen.append((image, time))
+        more = image.shape[1] - target.shape[1]
+        return jnp.pad(target[rows], ((0, 0), (0, more), (0, 0)))
+
+    monkeypatch.setattr(flux2, "velocity", right)
+    monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((FLOW.batch, 20, 1)))
+    assert float(flow.loss_fn({"transformer": {}}, found, FLOW_CONFIG)) == 0
+    (drawn, times), (edits, edit_times) = seen
+    expected = (1 - times[:, None, None]) * found["clean"][:6]
+    expected += times[:, None, None] * found["noise"][:6]
+    np.testing.assert_allclose(drawn, expected, atol=1e-5)
+    np.testing.assert_array_equal(edits[:, 16:], found["reference"])
+    np.testing.assert_array_equal(jnp.concatenate([times, edit_times]), found["times"])
+
+
+def test_each_block_starts_by_giving_back_what_it_gets_and_the_velocity_from_zero():
+    for name in ("single_stream_modulation.linear.weight", "norm_out.linear.weight", "proj_out"):
+        parameter = Parameter((4, 6), (None, None))
+        assert not flow.start_layer(jax.random.key(0), name, parameter).any()
+
+
+def test_edits_get_all_times(batch):
+    times = np.concatenate([batch(seed)["times"][-FLOW.edits :] for seed in range(20)])
+    assert times.min() < 0.3
+    assert times.max() > 0.8
+    assert 0.4 < np.median(times) < 0.75
+
+
+def test_edits_change_one_attribute_and_nothing_else():
+    rng = np.random.default_rng(0)
+    for scene in scenes.training_scenes(50, seed=5):
+        changed, which = flow.edited(rng, scene)
+        differs = [name for name in data.OPTIONS if getattr(scene, name) != getattr(changed, name)]
+        assert differs == [list(data.OPTIONS)[which]]
+        assert (changed.color, changed.shape, changed.background) not in scenes.held_out()
+        (name,) = differs
+        if name != "size":  # which may move the shape away from the edge
+            assert replace(scene, **{name: getattr(changed, name)}) == changed
+
+
+def test_times_are_spread_over_all_of_the_distribution():
+    recipe = replace(FLOW, batch=1000, shift=1.0, spread=1.2)
+    times = flow.random_times(jax.random.key(0), recipe)
+    shares = jax.scipy.stats.norm.cdf(jax.scipy.special.logit(times) / 1.2)
+    np.testing.assert_array_equal(jnp.floor(1000 * shares), np.arange(1000))
+    times = flow.random_times(jax.random.key(1), recipe)
+    assert float(jnp.median(times)) == pytest.approx(0.5, abs=0.01)
+    shifted = flow.random_times(jax.random.key(0), replace(recipe, shift=3.0))
+    assert float(jnp.median(shifted)) == pytest.approx(0.75, abs=0.01)
 
 
 def test_edges_are_where_the_colour_changes():

@@ -4,9 +4,7 @@ diffusers and peft read both files of checkpoints/taught. ``pytorch-finetune.npz
 that the pipeline draws with them, the noise from which it does, and the tokens of its prompts.
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -14,8 +12,8 @@ import peft
 import torch
 import transformers
 
-from tests.makers.common import CHECKPOINTS, FIXTURES, GUIDANCE, to_16_bits
-from tests.makers.pipelines import build_pipeline, versions
+from tests.makers.common import CHECKPOINTS, GUIDANCE, to_16_bits
+from tests.makers.pipelines import build_pipeline, folder_to_write, versions
 
 TAUGHT = CHECKPOINTS / "taught"
 STEPS = 10
@@ -26,9 +24,7 @@ PROMPTS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=FIXTURES)
-    folder = parser.parse_args().folder
+    folder = folder_to_write(__doc__)
     pipeline = build_pipeline("shapes-sd")
     pipeline.load_textual_inversion(TAUGHT, weight_name="bowtie.word.safetensors")
     pipeline.load_lora_weights(TAUGHT, weight_name="bowtie.safetensors")

@@ -6,7 +6,6 @@ small checkpoint with made-up parameters: all but these of the folder that diffu
 parts make of made-up inputs, what its pipeline draws, and the times of schedulers.
 """
 
-import argparse
 import json
 import re
 import tempfile
@@ -22,8 +21,8 @@ from safetensors.numpy import load_file
 from transformers import Qwen2TokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from lab.train.tokenizers import QWEN_LENGTH, write_qwen
-from tests.makers.common import FIXTURES, made_up, made_up_input, to_16_bits
-from tests.makers.pipelines import versions
+from tests.makers.common import made_up_input, to_16_bits
+from tests.makers.pipelines import fill, folder_to_write, given, versions
 
 # As diffusers' scripts/convert_flux2_to_diffusers.py has FLUX.2-klein-4B, Qwen3-4B its config.json,
 # and AutoencoderKLFlux2 its defaults.
@@ -124,13 +123,6 @@ def name_parameters() -> dict[str, dict[str, list[int]]]:
     return found
 
 
-def fill(module: torch.nn.Module) -> torch.nn.Module:
-    """Give a module made-up parameters. What it has besides, such as statistics, stays."""
-    for name, parameter in module.named_parameters():
-        parameter.data = torch.from_numpy(made_up(name, tuple(parameter.shape)))
-    return module.eval()
-
-
 def build_pipeline(folder: Path) -> diffusers.Flux2KleinPipeline:
     """A pipeline with made-up parameters, which has been saved to a folder."""
     write_qwen(folder / "tokenizer")
@@ -165,11 +157,6 @@ def describe(folder: Path) -> dict:
         else:
             texts[place] = file.read_text(encoding="utf-8")
     return {"folder": json.dumps({"texts": texts, "tensors": tensors}), **statistics}
-
-
-def given(name: str, *shape: int) -> torch.Tensor:
-    """A made-up input."""
-    return torch.from_numpy(made_up_input(name, *shape))
 
 
 def run_transformer(pipeline: diffusers.Flux2KleinPipeline) -> dict:
@@ -279,11 +266,7 @@ def draw_images(pipeline: diffusers.Flux2KleinPipeline) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, nargs="?", default=FIXTURES)
-    folder = parser.parse_args().folder
+    folder = folder_to_write(__doc__)
     diffusers.logging.set_verbosity_error()
     made_by = versions(torch, diffusers, transformers)
     text = json.dumps({"versions": made_by, **name_parameters()}, indent=0)

@@ -1,5 +1,6 @@
-"""diffusers' pipelines on PyTorch, with the weights of the bundled checkpoints."""
+"""diffusers' pipelines on PyTorch, and what else the makers share that need PyTorch."""
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import (
 )
 
 from course.model.files import read_part, to_channels_first
-from tests.makers.common import CHECKPOINTS
+from tests.makers.common import CHECKPOINTS, FIXTURES, made_up, made_up_input
 
 MODULES = {
     "unet": diffusers.UNet2DConditionModel,
@@ -91,6 +92,27 @@ def build_pipeline(name: str) -> diffusers.DiffusionPipeline:
         )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def fill(module: torch.nn.Module) -> torch.nn.Module:
+    """Give a module made-up parameters. What it has besides, such as statistics, stays."""
+    for name, parameter in module.named_parameters():
+        parameter.data = torch.from_numpy(made_up(name, tuple(parameter.shape)))
+    return module.eval()
+
+
+def given(name: str, *shape: int) -> torch.Tensor:
+    """A made-up input."""
+    return torch.from_numpy(made_up_input(name, *shape))
+
+
+def folder_to_write(about: str) -> Path:
+    """Where a maker's command is to write its fixtures."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=FIXTURES)
+    return parser.parse_args().folder
 
 
 def versions(*modules: ModuleType) -> dict[str, str]:

@@ -6,9 +6,7 @@ has images of the bundled checkpoints by diffusers' pipelines, with every sample
 modules with made-up parameters give; and where schedulers end.
 """
 
-import argparse
 import json
-from pathlib import Path
 
 import diffusers
 import numpy as np
@@ -16,8 +14,15 @@ import torch
 import transformers
 
 from tests.makers import common
-from tests.makers.common import made_up, made_up_input
-from tests.makers.pipelines import build_module, build_pipeline, read_configurations, versions
+from tests.makers.pipelines import (
+    build_module,
+    build_pipeline,
+    fill,
+    folder_to_write,
+    given,
+    read_configurations,
+    versions,
+)
 
 
 def name_parameters() -> dict:
@@ -59,20 +64,6 @@ def draw_images() -> dict:
             ).images
             found[f"{name} {sampler}"] = common.to_16_bits(images)
     return found
-
-
-def fill(module: torch.nn.Module) -> torch.nn.Module:
-    """Give a module made-up parameters."""
-    parameters = {}
-    for name, value in module.state_dict().items():
-        parameters[name] = torch.from_numpy(made_up(name, tuple(value.shape)))
-    module.load_state_dict(parameters)
-    return module.eval()
-
-
-def given(name: str, *shape: int) -> torch.Tensor:
-    """A made-up input."""
-    return torch.from_numpy(made_up_input(name, *shape))
 
 
 def run_small_modules() -> dict:
@@ -133,9 +124,7 @@ def run_schedulers() -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=common.FIXTURES)
-    folder = parser.parse_args().folder
+    folder = folder_to_write(__doc__)
     made_by = versions(torch, diffusers, transformers)
     common.write_json(folder / "pytorch-names.json.gz", made_by, name_parameters())
     with torch.no_grad():

@@ -1,0 +1,94 @@
+"""What makes the model faster: guidance left out of some steps, and runs that are measured."""
+
+import jax.numpy as jnp
+import pytest
+
+from course import measure
+from course.sd.samplers import SAMPLERS
+from course.tpu import Times
+from course.tpu.pieces import load_config
+from helpers import read_record
+from lab.score import sd as scores
+from tests.makers import small
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steps", "unguided"), [("ddim", 8, 1), ("dpm++", 10, 4), ("ddim", 30, 30)]
+)
+def test_a_threshold_leaves_guidance_out_of_so_many_steps(sampler, steps, unguided):
+    schedule = load_config("shapes-sd").schedule
+    below = scores.find_threshold(schedule, sampler, steps, unguided)
+    leaves_out = []
+    for i in range(steps):
+        point = SAMPLERS[sampler].point(schedule, jnp.int32(steps), jnp.int32(i))
+        leaves_out.append(bool(point.timestep < below))
+    assert leaves_out == [i >= steps - unguided for i in range(steps)]
+
+
+def test_every_setting_is_scored():
+    rows = read_record("score/sd")
+    scored = [row["question"] for row in rows]
+    assert all(question in scored for question in scores.questions(rows))
+    assert all(question in scores.questions(rows) for question in scored)
+    assert all(0 <= row["answer"]["right"] <= row["answer"]["pictures"] for row in rows)
+
+
+def test_the_best_setting_is_the_least_work_at_an_equal_score():
+    rows = []
+    for sampler, steps, unguided, right in (
+        ("ddim", 30, 0, 90),
+        ("ddim", 8, 0, 90),
+        ("ddim", 8, 1, 89),
+        ("ddim", 8, 2, 88),
+        ("dpm++", 4, 0, 70),
+    ):
+        setting = {"sampler": sampler, "steps": steps, "unguided": unguided}
+        answer = {"right": right, "pictures": 100}
+        rows.append({"question": scores.USUAL | setting, "answer": answer})
+    in_int8 = rows[3]["question"] | {"weights": "int8"}
+    rows.append({"question": in_int8, "answer": {"right": 99, "pictures": 100}})
+    assert scores.find_best(rows) == rows[2]
+
+
+@pytest.fixture
+def on_small(monkeypatch):
+    """Measure a small model in the place of each."""
+    monkeypatch.setattr(measure, "load_config", lambda model: small.SD)
+
+
+def test_a_measured_run_is_written_and_read(on_small, tmp_path, capsys):
+    assert measure.main(["shapes-sd", "--steps", "2", "--calls", "2", "--to", str(tmp_path)]) == 0
+    assert "shapes-sd, 2 steps, batch 1, on cpu: " in capsys.readouterr().out
+    (file,) = tmp_path.iterdir()
+    run = measure.read_measured(file)
+    assert (run.model, run.steps, run.height, run.dtype) == ("shapes-sd", 2, 64, "float32")
+    assert len(run.seconds) == 2
+    assert run.steady > 0
+    assert run.bound is None  # for a CPU nobody asked the TPU compiler
+    file.write_text(file.read_text().replace('"steps"', '"stepps"'))
+    with pytest.raises(TypeError, match="stepps"):
+        measure.read_measured(file)
+
+
+def test_a_run_on_a_chip_stands_beside_what_the_compiler_says(on_small, monkeypatch):
+    monkeypatch.setattr(measure, "find_chip_name", lambda device: "v5e")
+    monkeypatch.setattr(measure, "recorded_times", lambda program: Times(float(program.steps), 2.0))
+    run = measure.measure("shapes-sd", steps=3, calls=1)
+    assert run.bound == 3.0
+    assert run.mfu == pytest.approx(3.0 / run.steady)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing"], "There is no model 'nothing': give sd, sdxl, shapes-sd"),
+        (["--steps", "0"], "steps is 0: give at least 1."),
+        (["--calls", "0"], "calls is 0: give at least 1."),
+        (["--height", "63"], "shapes-sd cannot draw 63 × 64 pixels: give multiples of"),
+        (["--attention", "fast"], "There is no attention 'fast': choose one of plain"),
+    ],
+)
+def test_a_run_that_is_impossible_is_refused_in_a_sentence(arguments, message, capsys, tmp_path):
+    assert measure.main([*arguments, "--to", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(message)
+    assert not list(tmp_path.iterdir())
