@@ -20,6 +20,11 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"  # what `make test` 
 # The course and the TPU compiler are those that the environment has.
 NONE_OF_OURS = {"PYTHONPATH": None, "TPU_LIBRARY_PATH": None}
 
+# Those of chapters 0 to 8 between which all calls of the pipelines, pmap and the compiler stand.
+OF_PIPELINES = (0, 4, 5, 7, 8)
+# Programs that are compiled in less time and run for longer, for chapters that draw few images.
+FASTER = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
 # pyenv puts the commands of all its versions on the path, and runs only those of these.
 os.environ["PYENV_VERSION"] = "3.11:3.12:3.13"
 nox.options.default_venv_backend = "uv"
@@ -57,20 +62,20 @@ def colab(session):
 @nox.session(python="3.12")
 def between(session):
     """The chapters on pmap, on packages between the oldest and the newest, on four devices."""
-    execute(session, "locks/between.lock", 4, (3, 4, 5))
+    execute(session, "locks/between.lock", 4, (3, 4, 5), **FASTER)
 
 
 # The lock has the same packages for Python 3.12 and newer, among them the newest JAX.
 @nox.session(python="3.12", default=HERE == "3.11")
 def newest(session):
-    """The chapters that need Flax's pipelines, on the newest JAX, on three devices."""
-    execute(session, "requirements.lock", 3, range(9))
+    """Chapters that need Flax's pipelines, on the newest JAX, on three devices."""
+    execute(session, "requirements.lock", 3, OF_PIPELINES, **FASTER)
 
 
 @nox.session(python="3.11", name="oldest-python", default=HERE != "3.11")
 def oldest_python(session):
-    """The chapters that need Flax's pipelines, on the oldest Python, on three devices."""
-    execute(session, "requirements.lock", 3, range(9))
+    """Chapters that need Flax's pipelines, on the oldest Python, on three devices."""
+    execute(session, "requirements.lock", 3, OF_PIPELINES, **FASTER)
 
 
 @nox.session(python="3.13", name="without-diffusers")

@@ -488,7 +488,7 @@ def test_the_word_of_a_different_model_is_refused(tmp_path):
         {word: np.zeros(64, np.float32) for word in ("bowtie", "house")},
         tmp_path / "lora.word.safetensors",
     )
-    with pytest.raises(ValueError, match="has 2 arrays: give one with one array"):
+    with pytest.raises(ValueError, match="has 2 arrays with embeddings of words"):
         words.read_word(tmp_path / "lora.safetensors", *sd.load(SOURCE))
 
 
