@@ -130,7 +130,7 @@ def test_the_loss_falls_and_the_log_has_what_was_judged(run):
         assert rows[-1]["psnr"].keys() == {"mean", "worst"}
         assert rows[-1]["restored"]["pictures"] == 4
     else:
-        assert rows[-1]["drawn"].keys() == {"right", *scenes.ATTRIBUTES, "refused"}
+        assert rows[-1]["drawn"].keys() == {"right", *scenes.ATTRIBUTES, "refused", "colors"}
 
 
 @pytest.mark.parametrize("name", ["shapes-sd", "shapes-sdxl", "shapes-flux2"])
