@@ -108,7 +108,7 @@ EXPLAINED += CVE-2026-1839
 EXPLAINED += CVE-2026-4372
 # LightGlue takes trust_remote_code from a downloaded configuration: a PyTorch model, and no torch is locked.
 EXPLAINED += CVE-2026-5241
-# save_pretrained writes a downloaded tokenizer's chat templates to paths that they name: nothing saves such a tokenizer.
+# save_pretrained writes a downloaded tokenizer's chat templates to paths that they name: only the bundled one is saved.
 EXPLAINED += CVE-2026-9856
 # generate(custom_generate=...) stores a repository's code unasked: nothing here generates text.
 EXPLAINED += CVE-2026-80047

@@ -73,6 +73,8 @@ nitpick_ignore_regex = [
     (r"py:(class|obj)", r"FlaxStableDiffusion.*|(pathlib\.)?Path"),
     (r"py:(class|obj)", r"(collections\.abc|contextlib|diffusers|jax|jaxlib|numpy|PIL)\..*"),
     (r"py:(class|obj)", r"(ray|tokenizers)\..*|iterable|pipeline"),
+    # Pieces of types with commas in them.
+    (r"py:(class|obj)", r"(dict|list|tuple)\[.*|.*\]"),
 ]
 
 # The chapters come executed; nothing is executed here.
@@ -82,7 +84,8 @@ nb_render_markdown_format = "myst"  # which has tables
 myst_enable_extensions = ["deflist", "attrs_block", "dollarmath"]
 html_math_renderer = "mathml"
 myst_heading_anchors = 3
-suppress_warnings = ["myst.strikethrough"]
+# Some attributes are called as Python's own types are, such as ``bytes``.
+suppress_warnings = ["myst.strikethrough", "ref.python"]
 
 if LANGUAGE == "en":  # in which the reference is
     import jax
