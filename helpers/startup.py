@@ -19,7 +19,8 @@ def start() -> None:
     Without an accelerator, the CPU becomes eight devices, or as many as the environment variable
     ``TUTORIAL_DEVICES`` says (``simulate_devices``), and two warnings of diffusers and
     transformers are silenced (``quiet_warnings``). Free memory goes back to the system, as some
-    platforms have little.
+    platforms have little. Programs that JAX prints are without colours, some of which are hard to
+    read on a white or a black page.
 
     Raises
     ------
@@ -37,6 +38,9 @@ def start() -> None:
     check_installed_versions()
     simulate_devices()
     return_free_memory()
+    import jax
+
+    jax.config.update("jax_pprint_use_color", False)
 
 
 @functools.cache  # listeners stay, so one of each is enough
