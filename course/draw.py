@@ -435,13 +435,14 @@ def start_ray(
     if not ray.is_initialized():
         # Ray gives its processes 15 seconds. The first time on a machine they also compile their
         # code, so a second try here is faster than the first.
-        for left in (1, 0) if address == "local" else (0,):
+        tries = 2 if address == "local" else 1
+        for number in range(1, tries + 1):
             try:
                 ray.init(address, **options)
                 break
             except Exception as error:  # of a start that takes too long, Ray says no more
                 ray.shutdown()
-                if left:
+                if number < tries:
                     continue
                 reason, *_ = str(error).strip().splitlines() or [type(error).__name__]
                 raise RuntimeError(

@@ -42,8 +42,8 @@ def split_tokens(
     Raises
     ------
     ValueError
-        If there is no such way, or, by the function that is returned, if there are more devices
-        than heads, or they do not divide them, which Ulysses needs.
+        If there is no such way, or, by the function that is returned, if the devices do not divide
+        the heads, which Ulysses needs.
     """
     if way not in ATTENTION:
         raise ValueError(f"There is no way {way!r}: choose one of {', '.join(ATTENTION)}.")
