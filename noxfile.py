@@ -2,7 +2,8 @@
 
 Each session makes an environment anew from a lock with hashes, in ``build/runtimes``, and there
 executes copies of chapters by the same command as everywhere, ``pytest --nbmake``.
-``make test-runtimes RUNTIME=colab`` chooses one; ``.venv/bin/nox --list`` names them.
+``make test-runtimes RUNTIME=colab`` chooses one; ``.venv/bin/nox --list`` names them, and
+``.venv/bin/nox --session colab -- 3 5`` executes these chapters of one.
 CONTRIBUTING.md says why each has the chapters and devices that it has.
 """
 
@@ -22,6 +23,15 @@ NONE_OF_OURS = {"PYTHONPATH": None, "TPU_LIBRARY_PATH": None}
 
 # Those of chapters 0 to 8 between which all calls of the pipelines, pmap and the compiler stand.
 OF_PIPELINES = (0, 4, 5, 7, 8)
+# What ``nox -- short`` executes, where one machine does all of it: what can fail in one set alone,
+# and each chapter past the pipelines in one of two sets, but for 15, which trains for long.
+SHORT = {
+    "colab": (*range(9), 10, 13, 16),
+    "between": (3, 5),
+    "newest": (4, 7),
+    "oldest-python": (4, 7),
+    "without-diffusers": (9, 11, 12, 14),
+}
 # Programs that are compiled in less time and run for longer, for chapters that draw few images.
 FASTER = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
@@ -33,7 +43,14 @@ nox.options.error_on_missing_interpreters = True
 
 
 def execute(session, lock: str, devices: int, numbers, has_course: bool = True, **variables: str):
-    """Execute the chapters of these numbers; without the course, the setup cell installs it."""
+    """Execute the chapters of these numbers; without the course, the setup cell installs it.
+
+    Other numbers can be given behind ``--``, or ``short``.
+    """
+    if session.posargs == ["short"]:
+        numbers = SHORT[session.name]
+    elif session.posargs:
+        numbers = [int(number) for number in session.posargs]
     session.install("--require-hashes", "-r", lock)
     folder = Path("build", "chapters-of-runtimes", session.name).resolve()
     shutil.rmtree(folder, ignore_errors=True)
@@ -42,10 +59,14 @@ def execute(session, lock: str, devices: int, numbers, has_course: bool = True, 
     (wheel,) = folder.glob("*.whl")
     if has_course:
         session.install("--no-deps", str(wheel))
+    # The setup cell installs this wheel in place of what is published.
+    where = {f"{GITHUB}{stamped_repository()}\\": f"{wheel.as_uri()}\\", "git+{source}": "{source}"}
     for chapter in CHAPTERS:
         if int(chapter.name[:2]) in numbers:
             text = chapter.read_text()
-            text = text.replace(f"git+{GITHUB}{stamped_repository()}", wheel.as_uri())
+            for published, here in where.items():
+                assert published in text, f"{chapter.name} does not install the course as expected"
+                text = text.replace(published, here)
             (folder / chapter.name).write_text(text)
     pytest = ("python", "-m", "pytest", "--nbmake", "--overwrite", "--verbose", str(folder))
     session.run(*pytest, env={**NONE_OF_OURS, "TUTORIAL_DEVICES": str(devices), **variables})
