@@ -118,28 +118,6 @@ def check_room(folder: Path, size: int) -> None:
         )
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file whole or not at all.
-
-    Raises
-    ------
-    RuntimeError
-        If it cannot be written, because of a full disk for example.
-    """
-    part = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        with part.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            # Otherwise a power cut could leave a file with the new name and no contents.
-            os.fsync(stream.fileno())
-        part.replace(file)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise RuntimeError(explain_os_error(error, file)) from None
-
-
 def explain_os_error(error: OSError, file: str | Path | None = None) -> str:
     """Return a sentence on what the operating system refused, and what to do about it."""
     if error.errno is None:  # raised by Python code, which wrote a sentence

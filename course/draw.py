@@ -37,20 +37,13 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from course import sd
-from course.commands import (
-    ending_as_ctrl_c,
-    finite,
-    make_parser,
-    positive,
-    run,
-    write_whole,
-    writing_to,
-)
+from course.commands import ending_as_ctrl_c, finite, make_parser, positive, run, writing_to
+from course.model.files import read_json, write_bytes
 from course.model.tokens import say_what_is_not_read, say_what_is_plain_text
 from course.sd.tokenizer import Encoder, read_encoder
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
 from helpers.inputs import check_seed, create_key, say_what_is_unknown
-from helpers.models import bundled_names, find_local, read_configuration
+from helpers.models import bundled_names, find_local
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
 
@@ -271,7 +264,7 @@ def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -
 def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:
     """Print the first of the warnings, and how many more there are."""
     tokenizer = download(checkpoint, only=["tokenizer/*"]) / "tokenizer"
-    words = read_configuration(tokenizer / "tokenizer_config.json").get("caption_words")
+    words = read_json(tokenizer / "tokenizer_config.json").get("caption_words")
     sentences = list(find_warnings(rows, read_encoder(tokenizer), words))
     for sentence in sentences[:SHOWN]:
         if len(sentence) > MOST_LETTERS:
@@ -318,7 +311,7 @@ def write_pngs(rows: Rows, folder: Path, settings: Settings) -> None:
     for number, image, texts in zip(
         rows["number"], rows["image"], describe(rows, settings), strict=True
     ):
-        write_whole(folder / image_name(number), to_png(image, texts))
+        write_bytes(folder / image_name(number), to_png(image, texts))
 
 
 def read_texts(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
@@ -487,7 +480,7 @@ def plan_actors(actors: int | None = None, chips: int | None = None) -> dict[str
 def explain(error: Exception) -> str:
     """Return the sentence in what Ray raises, which has traces of several processes around it."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    sentences = re.findall(r"^(?:.*\))?RuntimeError: (.+)$", text, flags=re.MULTILINE)
+    sentences = re.findall(r"^(?:.*\))?(?:OS|Runtime)Error: (.+)$", text, flags=re.MULTILINE)
     if sentences:
         return sentences[-1]
     if type(error).__name__ == "ExecutionTimeoutError":
@@ -592,7 +585,7 @@ def _draw_into(
         plan["actors"] = min(plan["actors"], batches)
         # These, or there are no images yet.
         content = json.dumps(settings.texts(), indent=1) + "\n"
-        write_whole(folder / SETTINGS_FILE, content.encode())
+        write_bytes(folder / SETTINGS_FILE, content.encode())
         with ending_as_ctrl_c():  # importing Ray has set what happens instead
             for _ in draw_rows(missing, settings, write, **plan).iter_batches(batch_size=None):
                 pass

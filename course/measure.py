@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from course import sd
-from course.commands import check_writable, make_parser, run, write_whole
+from course.commands import check_writable, make_parser, run
+from course.model.files import write_bytes
 from course.tpu.chips import CHIPS
 from course.tpu.compiler import versions
 from course.tpu.pieces import load_config
@@ -181,8 +182,8 @@ def write_measured(options: argparse.Namespace) -> None:
     file = to if to.suffix == ".json" else folder / file_name(measured)
     content = json.dumps(dataclasses.asdict(measured), indent=1) + "\n"
     try:
-        write_whole(file, content.encode())
-    except RuntimeError:  # what was measured must not be lost
+        write_bytes(file, content.encode())
+    except OSError:  # what was measured must not be lost
         print(content)
         raise
     print(

@@ -3,7 +3,6 @@
 Chapter 10 kills an actor and draws what is missing: it compares the images bit for bit.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -205,19 +204,6 @@ def test_prompts_come_from_parquet_as_well(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused_at_once(prompts, capsys):
     assert draw.main([str(prompts), str(prompts / "out")]) == 1
     assert "out cannot be written (Not a directory): make room, or give" in capsys.readouterr().err
-
-
-def test_a_full_disk_is_named_and_leaves_nothing_half_written(tmp_path, monkeypatch):
-    def fill(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", fill)
-    with pytest.raises(
-        RuntimeError,
-        match=r"7\.png cannot be written .*\(No space left on device\): make room",
-    ):
-        draw.write_whole(tmp_path / "7.png", b"an image")
-    assert list(tmp_path.iterdir()) == []
 
 
 def write_black(folder, settings):

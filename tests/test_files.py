@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -24,8 +25,10 @@ from course import sd
 from course.model.files import (
     Stored,
     check_finite,
+    read_json,
     read_safetensors,
     to_files,
+    write_json,
 )
 from course.sd import words
 from helpers import bundled_checkpoint
@@ -257,11 +260,26 @@ def test_a_folder_that_reaches_out_of_itself_is_not_copied(models, folder, tmp_p
     assert all(file.is_relative_to(tmp_path / "new" / "model") for file in new)
 
 
+def test_a_full_disk_is_named_and_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    def fill(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = tmp_path / "a.json"
+    write_json(file, {"is": "old"})
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(
+        OSError, match=r"a\.json cannot be written \(No space left on device\): make room, or give"
+    ):
+        write_json(file, {"is": "new"})
+    assert list(tmp_path.iterdir()) == [file]
+    assert read_json(file) == {"is": "old"}
+
+
 def test_links_in_the_folder_that_is_written_are_not_followed(models, tmp_path):
     params, _, _ = models["shapes-sd"]
     victim = tmp_path / "victim"
     victim.write_text("as it was")
-    for name in ("vocab.json", "vocab.json.unfinished"):
+    for name in ("vocab.json", f"vocab.json.{os.getpid()}.unfinished"):
         (tmp_path / "new" / "tokenizer").mkdir(parents=True, exist_ok=True)
         (tmp_path / "new" / "tokenizer" / name).symlink_to(victim)
     sd.save(params, SD, tmp_path / "new")

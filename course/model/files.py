@@ -10,6 +10,7 @@ becomes (in, out).
 import functools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -169,17 +170,17 @@ def write_bytes(file: Path, data: bytes) -> None:
 
 
 def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file beside its place, and move it there once it is whole.
+    """Write a file beside its place, and move it there once it is whole and on the disk.
 
-    So a disk that is full leaves an earlier file as it was. The file's folder is made if it is not
-    there. Whoever may read other new files of this user may read it.
+    So a disk that is full, or a power cut, leaves an earlier file as it was. The file's folder is
+    made if it is not there. Whoever may read other new files of this user may read it.
 
     Raises
     ------
     OSError
         If it cannot be written.
     """
-    unfinished = file.with_name(f"{file.name}.unfinished")
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")  # no other process'
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished.unlink(missing_ok=True)  # it may be a link
@@ -187,11 +188,14 @@ def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
         mode = unfinished.stat().st_mode  # as the umask has it, which safetensors does not ask
         write(unfinished)
         unfinished.chmod(mode)
+        with unfinished.open("rb+") as stream:
+            os.fsync(stream.fileno())
         unfinished.replace(file)
     except (OSError, SafetensorError) as error:  # the latter is no OSError, whatever went wrong
+        reason = getattr(error, "strerror", None) or error
         raise OSError(
-            f"{file} cannot be written ({error}): make room, or give another place, and start the "
-            "same again."
+            f"{file} cannot be written ({reason}): make room, or give a different place, and start "
+            "the same again."
         ) from None
     finally:
         if unfinished.is_file():
