@@ -9,7 +9,7 @@ import numpy as np
 from course.flux2 import qwen3, sampler, transformer, vae
 from course.flux2.configs import Config
 from course.flux2.parameters import model_parameters
-from course.model.guidance import guide, is_guided
+from course.model.guidance import guide, is_guided, pair, unpair
 from course.model.parameters import check_parameters
 
 REFERENCE_DISTANCE = 10  # of a reference image from the image, on the first axis of positions
@@ -168,7 +168,7 @@ def denoise(
     def run(x: jax.Array, prompt: jax.Array, time: jax.Array) -> jax.Array:
         image = x
         if reference is not None:
-            references = jnp.tile(reference, (len(x) // batch, 1, 1))  # twice with guidance
+            references = reference if len(x) == batch else pair(reference, reference)
             image = jnp.concatenate([x, references.astype(x.dtype)], axis=1)
         moved = velocity(
             params["transformer"],
@@ -184,8 +184,8 @@ def denoise(
     def guided(x: jax.Array, time: jax.Array) -> jax.Array:
         if guidance is None:
             return run(x, prompt, time)
-        both = jnp.concatenate([jnp.broadcast_to(empty, prompt.shape), prompt])
-        without, with_prompt = jnp.split(run(jnp.concatenate([x, x]), both, time), 2)
+        both = pair(jnp.broadcast_to(empty, prompt.shape), prompt)
+        without, with_prompt = unpair(run(pair(x, x), both, time))
         return guide(guidance, without, with_prompt)
 
     with jax.named_scope("denoise"):

@@ -22,6 +22,20 @@ def is_guided(scale: float | jax.Array) -> bool:
     return isinstance(scale, jax.core.Tracer) or not np.all(np.asarray(scale) <= 1)
 
 
+def pair(negative: jax.Array, positive: jax.Array) -> jax.Array:
+    """Return two batches in turns, (2 batch, ...), for one run of the model.
+
+    So both halves of an image's guidance are on the device that draws the image: one batch behind
+    the other would be moved between devices.
+    """
+    return jnp.stack([negative, positive], axis=1).reshape(-1, *positive.shape[1:])
+
+
+def unpair(both: jax.Array) -> jax.Array:
+    """Return the two batches that ``pair`` took: (2, batch, ...)."""
+    return jnp.moveaxis(both.reshape(-1, 2, *both.shape[1:]), 1, 0)
+
+
 def guide(scale: float | jax.Array, without: jax.Array, prompted: jax.Array) -> jax.Array:
     """Go from the answer without the prompt towards the one for the prompt, and beyond.
 

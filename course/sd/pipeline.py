@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from course.model.attention import find_attention
-from course.model.guidance import guide, is_guided
+from course.model.guidance import guide, is_guided, pair, unpair
 from course.model.parameters import check_parameters
 from course.sd.clip import encode_text
 from course.sd.configs import Config
@@ -85,19 +85,6 @@ def encode_prompts(params: dict, config: Config, ids: jax.Array) -> tuple[jax.Ar
         return last, pooled
     hidden_2, _, pooled = encode_text(params["text_encoder_2"], config.text[1], ids[:, 1])
     return jnp.concatenate([hidden[-2], hidden_2[-2]], axis=-1), pooled
-
-
-def pair(negative: jax.Array, positive: jax.Array) -> jax.Array:
-    """Return two batches in turns, (2 batch, ...).
-
-    So both halves of an image's guidance are on the device that draws the image.
-    """
-    return jnp.stack([negative, positive], axis=1).reshape(-1, *positive.shape[1:])
-
-
-def unpair(both: jax.Array) -> jax.Array:
-    """Return the two batches that ``pair`` took: (2, batch, ...)."""
-    return jnp.moveaxis(both.reshape(-1, 2, *both.shape[1:]), 1, 0)
 
 
 def half_of_condition(condition: Condition, half: int | jax.Array) -> Condition:
