@@ -24,7 +24,7 @@ from course.flux2.sequence import split_tokens
 from course.flux2.transformer import velocity
 from course.flux2.vae import decode
 from course.model.guidance import is_guided
-from course.model.parameters import DATA_PARALLEL
+from course.model.sharding import DATA_PARALLEL
 
 __all__ = [
     "DATA_PARALLEL",

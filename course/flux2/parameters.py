@@ -12,15 +12,16 @@ from course.flux2.configs import Config
 from course.flux2.qwen3 import text_parameters
 from course.flux2.transformer import transformer_parameters
 from course.flux2.vae import vae_parameters
-from course.model import parameters
+from course.model import sharding
 from course.model.layers import Parameter
-from course.model.parameters import declared_shapes, declared_shardings
+from course.model.parameters import declared_shapes
+from course.model.sharding import declared_shardings
 
 # The rules for this model have one name more: that of the fused matrices in single-stream blocks.
 # These, like the gates and values of double-stream blocks, are cut into equal pieces, also amid a
 # head, and in tensor parallelism the compiler adds exchanges.
-TENSOR_PARALLEL = parameters.TENSOR_PARALLEL | {"heads_and_mlp": "model"}
-FULLY_SHARDED = parameters.FULLY_SHARDED | {"heads_and_mlp": "data"}
+TENSOR_PARALLEL = sharding.TENSOR_PARALLEL | {"heads_and_mlp": "model"}
+FULLY_SHARDED = sharding.FULLY_SHARDED | {"heads_and_mlp": "data"}
 
 
 @functools.cache
@@ -50,6 +51,6 @@ def shardings(
     """Return where parameters lie by a table of rules, for ``load`` and ``jax.device_put``.
 
     The rules, such as ``TENSOR_PARALLEL``, and what is refused are those of
-    ``course.model.parameters.declared_shardings``.
+    ``course.model.sharding.declared_shardings``.
     """
     return declared_shardings(model_parameters(config), mesh, rules)

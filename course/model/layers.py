@@ -5,8 +5,8 @@ it, and an input ``x``. Channels come last: images are (batch, height, width, ch
 computes in the dtype of its parameters.
 
 What parameters a layer has is declared by a second function beside it, ``linear_parameters`` for
-``linear``: their shapes, and a *logical name* for each axis. ``course.model.parameters`` has
-rules that say over which devices the axes of a name are split.
+``linear``: their shapes, and a *logical name* for each axis. ``course.model.sharding`` has rules
+that say over which devices the axes of a name are split.
 """
 
 from typing import NamedTuple

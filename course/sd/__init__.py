@@ -2,7 +2,7 @@
 
 from course.model.attention import ATTENTION
 from course.model.guidance import is_guided
-from course.model.parameters import DATA_PARALLEL, FULLY_SHARDED, TENSOR_PARALLEL
+from course.model.sharding import DATA_PARALLEL, FULLY_SHARDED, TENSOR_PARALLEL
 from course.sd.configs import (
     Config,
     ScheduleConfig,

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from course.model.autoencoder import autoencoder_parameters
 from course.model.layers import Parameter
-from course.model.parameters import declared_shapes, declared_shardings
+from course.model.parameters import declared_shapes
+from course.model.sharding import declared_shardings
 from course.sd.clip import text_parameters
 from course.sd.configs import Config
 from course.sd.unet import unet_parameters
@@ -46,6 +47,6 @@ def shardings(
     """Return where parameters lie by a table of rules, for ``load`` and ``jax.device_put``.
 
     The rules, such as ``TENSOR_PARALLEL``, and what is refused are those of
-    ``course.model.parameters.declared_shardings``.
+    ``course.model.sharding.declared_shardings``.
     """
     return declared_shardings(model_parameters(config), mesh, rules)
