@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from course.commands import check_room, make_parser, run, writing_to
 from course.model.files import PICKLE_SUFFIXES
 from course.sd import read_config, save
-from course.sd.convert import read_schedule, read_single_file
+from course.sd.convert import guess_schedule, read_single_file
 from helpers.models import NO_WEIGHTS, find_model
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -61,7 +61,7 @@ def _convert_into(folder: Path, options: argparse.Namespace) -> None:
         text_encoder=file_or_folder(options.text_encoder),
         text_encoder_2=file_or_folder(options.text_encoder_2),
     )
-    schedule = read_schedule(options.file, config, options.prediction)
+    schedule = guess_schedule(options.file, config, options.prediction)
     dtype = options.dtype and jnp.dtype(options.dtype)
     check_room(folder, saved_size(params, dtype))
     save(params, like, folder, dtype, schedule)

@@ -60,7 +60,7 @@ def test_six_captions_are_drawn_as_jax_draws_them(page, screenshots):
         ids = tokenize([caption]), tokenize([""])
         expected = in_jax(params, config, ids[0], jax.random.key(seed), ids[1], steps, guidance)[0]
         assert np.abs(found - 255 * np.asarray(expected)).mean() <= 2, caption
-        scene = judge.read(found.astype(np.uint8))
+        scene = judge.read_scene(found.astype(np.uint8))
         if not isinstance(scene, judge.Refusal):
             right += (
                 scenes.caption(scene.size, scene.color, scene.shape, scene.background) == caption

@@ -593,6 +593,6 @@ def test_pytorch_draws_the_same_with_the_shipped_files():
     )
     found = 255 * np.asarray(draw(merged))
     assert np.abs(found - recorded["images"] / np.float32(257)).max() < 1
-    assert [judge.read(image / 255, scenes.NEW_SHAPES).shape for image in found] == [
+    assert [judge.read_scene(image / 255, scenes.NEW_SHAPES).shape for image in found] == [
         "bowtie"
     ] * len(found)

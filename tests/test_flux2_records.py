@@ -2,7 +2,7 @@
 
 import pytest
 
-from course.tpu.products import find_products
+from course.tpu.jaxpr import find_products
 from course.tpu.records import PUBLISHED_KLEIN, recorded_flops, recorded_products, recorded_splits
 from lab.ask import bytes_on_chip, flux2
 

@@ -12,7 +12,7 @@ from course.model import layers
 from course.model.lora import Pair, attach, merge
 from course.model.parameters import check_parameters
 from course.model.quantize import Quantized, quantize, quantize_weight, round_to_int8
-from course.tpu.products import equations_of
+from course.tpu.jaxpr import equations_of
 from helpers import read_record
 from lab.ask import int8
 from tests.makers import small

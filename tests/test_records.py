@@ -11,8 +11,8 @@ import pytest
 from course import tpu
 from course.tpu import make_program, records
 from course.tpu.answers import Answer
+from course.tpu.jaxpr import find_products
 from course.tpu.pieces import parameter_bytes, take_piece
-from course.tpu.products import find_products
 from course.tpu.programs import DECODER, PARTS, STEP, WHOLE
 from course.tpu.records import (
     largest_batch,

@@ -29,6 +29,7 @@ from course.tpu import chips, compiler, make_program, worker
 from course.tpu.__main__ import main, parse_shape
 from course.tpu.answers import Answer
 from course.tpu.hlo import find_collectives
+from course.tpu.jaxpr import Product, find_products, kernel_bytes
 from course.tpu.pieces import (
     answer_or_recall,
     ask_about,
@@ -36,7 +37,6 @@ from course.tpu.pieces import (
     take_piece,
     tree_bytes,
 )
-from course.tpu.products import Product, find_products, kernel_bytes
 from course.tpu.programs import CONFIGURATIONS, DECODER, ENCODERS, PARTS, STEP, WHOLE
 from tests.makers.files import edit_json
 

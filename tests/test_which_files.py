@@ -162,10 +162,10 @@ def wide_norms(tensors):
 def try_sd2_v(bench):
     file = make.save(wide_norms(make.single_file(bench.params, bench.sd2_config)), bench.file)
     assert bench.sd2_config.schedule.prediction_type == "v_prediction"
-    schedule = convert.read_schedule(file, bench.sd2_config)
+    schedule = convert.guess_schedule(file, bench.sd2_config)
     assert schedule == bench.sd2_config.schedule
     base = like_base(bench.sd2_config)
-    schedule = convert.read_schedule(file, base, "v_prediction")
+    schedule = convert.guess_schedule(file, base, "v_prediction")
     assert schedule == bench.sd2_config.schedule
 
 
@@ -176,7 +176,7 @@ def like_base(config):
 
 def try_sd2_v_like_base(bench):
     file = make.save(wide_norms(make.single_file(bench.params, bench.sd2_config)), bench.file)
-    convert.read_schedule(file, like_base(bench.sd2_config))
+    convert.guess_schedule(file, like_base(bench.sd2_config))
 
 
 def try_xl(bench):
@@ -187,12 +187,12 @@ def try_xl_v(bench):
     base = like_base(bench.xl_config)
     empty = np.zeros(0, np.float32)
     file = make.save(bench.singles["shapes-sdxl"] | {"v_pred": empty, "ztsnr": empty}, bench.file)
-    schedule = convert.read_schedule(file, base)
+    schedule = convert.guess_schedule(file, base)
     assert schedule.prediction_type == "v_prediction"
     assert schedule.rescale_betas_zero_snr
     assert schedule.timestep_spacing == "trailing"
     file = make.save(bench.singles["shapes-sdxl"], file, {"modelspec.prediction_type": "v"})
-    assert convert.read_schedule(file, base).prediction_type == "v_prediction"
+    assert convert.guess_schedule(file, base).prediction_type == "v_prediction"
     # The command writes it into the folder, from where it is read again.
     source = bench.place / "like"
     shutil.copytree(XL, source)
@@ -312,7 +312,7 @@ def try_nan(bench):
 def try_message(bench):
     for text in (b'{"error":"Unauthorized","message":"log in"}', b"Invalid username or password."):
         bench.file.write_bytes(text)
-        for read in (convert.read_single_file, convert.read_schedule):
+        for read in (convert.read_single_file, convert.guess_schedule):
             with pytest.raises(ValueError, match="is the message of a site in place of the file"):
                 read(bench.file, bench.config)
     folder = shutil.copytree(bundled_checkpoint("shapes-flux2").source, bench.place / "klein")

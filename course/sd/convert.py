@@ -478,7 +478,7 @@ def _whose(arrays: Mapping[str, Stored | np.ndarray]) -> str:
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "v_prediction": "v_prediction"}
 
 
-def read_schedule(
+def guess_schedule(
     file: str | Path, config: Config, prediction: str | None = None
 ) -> ScheduleConfig:
     """Return what a single file says about its model's training, else what ``config`` says.

@@ -118,7 +118,7 @@ def save(
     dtype : dtype or dict, optional
         What to save the numbers in: one for all, or one for each part. By default they keep theirs.
     schedule : ScheduleConfig, optional
-        What to write in place of the source's, as ``course.sd.convert.read_schedule`` gives it.
+        What to write in place of the source's, as ``course.sd.convert.guess_schedule`` gives it.
 
     Raises
     ------

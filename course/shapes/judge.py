@@ -103,8 +103,10 @@ def read_colors(picture: np.ndarray) -> tuple[str, str, np.ndarray] | Refusal:
     return background, color, alpha
 
 
-def read(picture: np.ndarray, shapes: tuple[str, ...] = scenes.SHAPES) -> scenes.Scene | Refusal:
-    """Read a picture.
+def read_scene(
+    picture: np.ndarray, shapes: tuple[str, ...] = scenes.SHAPES
+) -> scenes.Scene | Refusal:
+    """Read the scene that a picture shows.
 
     Parameters
     ----------
@@ -248,7 +250,7 @@ def count_right(asked: Iterable[dict[str, str | None]], pictures: Iterable[np.nd
     """Count the pictures in which everything is right that their captions name."""
     right = 0
     for named, picture in zip(asked, pictures, strict=True):
-        right += all(right_attributes(named, read(picture)).values())
+        right += all(right_attributes(named, read_scene(picture)).values())
     return right
 
 

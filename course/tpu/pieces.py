@@ -30,7 +30,7 @@ from course.sd.vae import decode
 from course.tpu.answers import Answer, Report
 from course.tpu.chips import find_chip, tpu_devices
 from course.tpu.compiler import ask_compiler
-from course.tpu.products import repeated_flops
+from course.tpu.jaxpr import repeated_flops
 from course.tpu.programs import DECODER, ENCODERS, PARTS, STEP, WHOLE, Program, configured_folder
 from course.tpu.records import recorded_answers
 from helpers import require_flax

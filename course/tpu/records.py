@@ -12,7 +12,7 @@ from course.tpu.answers import Answer, Memory, Report, Times, Work
 from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.compiler import ask_compiler, versions
 from course.tpu.hlo import Collective, Copy, Overlap
-from course.tpu.products import ROWS, Product
+from course.tpu.jaxpr import ROWS, Product
 from course.tpu.programs import PARTS, STEP, WHOLE, Program, make_program
 from helpers.places import read_record
 

@@ -21,8 +21,8 @@ from course.sd import ATTENTION
 from course.sd.unet import Block, Condition, transformer, transformer_parameters
 from course.tpu import make_program, tpu_devices
 from course.tpu.hlo import called_by, read_computations, rounds_of
+from course.tpu.jaxpr import equations_of, read_product
 from course.tpu.pieces import Piece, array, load_config, model_step
-from course.tpu.products import equations_of, read_product
 from course.tpu.programs import DECODER, ENCODERS, STEP
 from course.tpu.records import recorded_report
 

@@ -5,8 +5,8 @@ They are counted in JAX's trace, where it is known how often a loop goes round. 
 
 import dataclasses
 
+from course.tpu.jaxpr import find_products
 from course.tpu.pieces import take_piece
-from course.tpu.products import find_products
 from course.tpu.programs import PARTS, make_program
 from lab.ask import flux2
 

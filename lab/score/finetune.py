@@ -128,7 +128,9 @@ def read_images(file: Path | None, kinds: dict = KINDS) -> dict[str, list]:
     found = {}
     for kind, asked in kinds.items():
         images = draw(params, [scenes.caption(**named) for named in asked], STEPS)
-        found[kind] = [judge.read(image, scenes.SHAPES + scenes.NEW_SHAPES) for image in images]
+        found[kind] = [
+            judge.read_scene(image, scenes.SHAPES + scenes.NEW_SHAPES) for image in images
+        ]
     return found
 
 

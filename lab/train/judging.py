@@ -49,7 +49,7 @@ def count_attributes(
     """
     counts = dict.fromkeys(("right", *scenes.ATTRIBUTES, "refused", "colors"), 0)
     for named, image in zip(asked, images, strict=True):
-        seen = judge.read(image)
+        seen = judge.read_scene(image)
         answers = judge.right_attributes(named, seen)
         counts["right"] += all(answers.values())
         counts["refused"] += isinstance(seen, judge.Refusal)
