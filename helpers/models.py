@@ -96,7 +96,8 @@ def find_model(
         Patterns for the names of the files that are needed, such as ``["tokenizer/*"]``; by default
         all that a model is loaded from. Of a folder on this machine nothing is left out.
     variant : str, optional
-        The word in the names of the files with parameters, such as "fp16".
+        The word in the names of the files with parameters, such as "fp16". Parts that have no files
+        without such a word are downloaded with those that they have.
     flax : bool
         Whether parameters may be Flax's, too.
 
@@ -115,6 +116,7 @@ def find_model(
         return folder
     hub_id, revision = split_hub_id(str(name))
     unwanted = ["safety_checker/*", "*non_ema*"]
+    may_lack_parts = only is None and not variant
     if only is None:
         only = list(NO_WEIGHTS)
         if variant:
@@ -128,7 +130,23 @@ def find_model(
         folder = snapshot_download(
             hub_id, revision=revision, allow_patterns=only, ignore_patterns=unwanted
         )
+        lacking = parts_without_weights(Path(folder)) if may_lack_parts else []
+        if lacking:
+            rest = [f"{part}/*.safetensors" for part in lacking]
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=rest, ignore_patterns=unwanted[:2]
+            )
     return Path(folder)
+
+
+def parts_without_weights(folder: Path) -> list[str]:
+    """Return the parts of a folder in diffusers' format that have a configuration alone."""
+    parts = [file.parent for file in sorted(folder.glob("*/config.json"))]
+    return [
+        part.name
+        for part in parts
+        if not any(file.suffix in (".safetensors", ".msgpack") for file in part.iterdir())
+    ]
 
 
 def split_hub_id(name: str) -> tuple[str, str | None]:

@@ -470,11 +470,21 @@ REFUSALS = {
     "no vocabulary": (missing("tokenizer/vocab.json"), "vocab.json is missing"),
     "no file": (
         missing(UNET),
-        "unet has no parameters that can be read, but nothing: .* give that \\(--variant fp16\\)",
+        "unet has no parameters that can be read, but nothing: download the folder again",
     ),
-    "only a variant": (
-        renamed(UNET, "diffusion_pytorch_model.fp16.safetensors"),
+    "two variants": (
+        lambda folder: (
+            [
+                shutil.copyfile(folder / UNET, (folder / UNET).with_suffix(f".{name}.safetensors"))
+                for name in ("fp16", "bf16")
+            ]
+            and (folder / UNET).unlink()
+        ),
         "but .*fp16.safetensors: give the variant in its files' names\\.",
+    ),
+    "no merge": (
+        replaced("tokenizer/merges.txt", lambda data: b"#version: 0.2\n"),
+        "tokenizer holds no tokenizer of CLIP: it has no merges, .* Get it again",
     ),
     "half a file": (
         replaced(UNET, lambda data: data[: len(data) // 2]),

@@ -358,6 +358,10 @@ BAD_FOLDERS = {
         change("scheduler", use_karras_sigmas=True),
         "asks for use_karras_sigmas = True, which this model does not have: it has False",
     ),
+    "rotary positions of another size": (
+        change("transformer", axes_dims_rope=[2, 4, 6, 6]),
+        r"axes_dims_rope = \(2, 4, 6, 6\), which are not four even numbers that add up to",
+    ),
     "scaled rotary positions": (
         change("text_encoder", rope_parameters={"rope_type": "yarn"}),
         "asks for rope_type = 'yarn', which this model does not have: it has 'default'",

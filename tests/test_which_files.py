@@ -405,6 +405,7 @@ def try_variant(bench):
     for file in folder.rglob("*.safetensors"):
         file.rename(file.with_suffix(".fp16.safetensors"))
     assert make.is_same(sd.load(folder, variant="fp16")[0], bench.params)
+    assert make.is_same(sd.load(folder)[0], bench.params)  # there is no other
 
 
 def try_shards(bench):
@@ -427,6 +428,20 @@ def try_hub(bench):
         assert find_model("owner/name@fp16") == bench.folder
         assert find_model("owner/name") == bench.folder
     assert asked == [("owner/name", "fp16"), ("owner/name", None)]
+    # Of a repository whose UNet has a variant alone, that is asked for.
+    snapshot = bench.folder_copy()
+    (snapshot / f"{UNET}.safetensors").unlink()
+    patterns = []
+
+    def give_some(hub_id, revision, allow_patterns, ignore_patterns):
+        patterns.append(allow_patterns)
+        return snapshot
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(helpers.models, "snapshot_download", give_some)
+        assert find_model("owner/name") == snapshot
+        assert find_model("owner/name", only=["tokenizer/*"]) == snapshot
+    assert patterns[1:] == [["unet/*.safetensors"], ["tokenizer/*"]]
     assert find_model("shapes-sd") == SD
     assert find_model(bench.folder) == bench.folder
 

@@ -129,8 +129,15 @@ def read_config(folder: str | Path) -> Config:
     file = find_inside(folder, "scheduler", "scheduler_config.json")
     scheduler = read_json(file)
     check_options(scheduler, file, ALLOWED["scheduler"], types={"shift": float})
+    transformer = _read_part(folder, "transformer", TransformerConfig)
+    axes, head = transformer.axes_dims_rope, transformer.attention_head_dim
+    if len(axes) != 4 or sum(axes) != head or any(channels % 2 for channels in axes):
+        raise ValueError(
+            f"{folder} has a transformer with axes_dims_rope = {axes}, which are not four even "
+            f"numbers that add up to attention_head_dim = {head}: download the folder again."
+        )
     return Config(
-        transformer=_read_part(folder, "transformer", TransformerConfig),
+        transformer=transformer,
         text_encoder=_read_part(folder, "text_encoder", TextConfig),
         vae=_read_part(folder, "vae", VAEConfig),
         shift=None if scheduler.get("use_dynamic_shifting") else scheduler.get("shift", 1.0),

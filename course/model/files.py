@@ -39,6 +39,7 @@ PART_NAME = re.compile(r"[a-z0-9_]+")
 PARAMETER_FILE = re.compile(
     r"(diffusion_)?((pytorch|flax)_)?model([.-].+)?\.(safetensors|bin|msgpack)(\.index.*\.json)?"
 )
+WITH_VARIANT = re.compile(r"(?:diffusion_pytorch_)?model\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors")
 
 # What parameters of CLIP begin with in files of transformers 5, which leaves out "text_model.".
 SHORT_NAME = re.compile(r"embeddings\.(token|position)|encoder\.layers\.|final_layer_norm\.")
@@ -463,7 +464,8 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
     folder : Path
         The part's.
     variant : str, optional
-        The word that the files have in their names, such as "fp16".
+        The word that the files have in their names, such as "fp16". It is needed where there are
+        several variants, or files without such a word as well.
 
     Raises
     ------
@@ -489,18 +491,19 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
     flax_files = [find_inside(folder, file.name) for file in folder.glob("*flax_model.msgpack")]
     if flax_files and not variant:
         return flax_files
+    names = [file.name for file in folder.glob("*.safetensors")]
+    variants = {match[1] for name in names if (match := WITH_VARIANT.fullmatch(name))}
+    if not variant and len(variants) == 1:
+        return find_files(folder, variants.pop())
     there = ", ".join(sorted(file.name for file in folder.glob("*model*"))) or "nothing"
-    if not variant and re.search(r"model-\d+-of-\d+\.safetensors", there):
+    if "-of-" in there and ".index" not in there:
         advice = "their index (….safetensors.index.json) is missing, so download the folder again"
     elif ".safetensors" in there:
         advice = "give the variant in its files' names"
         if variant:
             advice += f", which is {variant} now"
     elif there == "nothing":
-        advice = (
-            "download the folder again. If its files on the Hub have a variant in their names, as "
-            "model.fp16.safetensors, give that (--variant fp16)"
-        )
+        advice = "download the folder again"
     else:
         advice = (
             "get safetensors; a .bin or .ckpt is not read, as it is a pickle, which can run any "

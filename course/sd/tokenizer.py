@@ -1,5 +1,6 @@
 """CLIP's tokenizer: from prompts to token ids."""
 
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -129,6 +130,8 @@ def read_encoder(folder: str | Path, room: int = ROOM) -> Encoder:
         for token in (start, end):
             if token not in vocabulary and token not in str(added):
                 raise ValueError(f"{token!r} is no token of it")
+        contents = {token["content"] for token in added.values()}
+        _check_merges(vocabulary, merges, contents | {start, end, fill})
         pieces = models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end)
         splitter = tokenizers.Tokenizer(pieces)
         splitter.normalizer = normalizers.Sequence(
@@ -162,6 +165,26 @@ def read_encoder(folder: str | Path, room: int = ROOM) -> Encoder:
         end=splitter.token_to_id(end),
         fill=splitter.token_to_id(fill),
     )
+
+
+def _check_merges(vocabulary: dict, merges: list, whole: set[str]) -> None:
+    """Raise ``ValueError`` if nothing is joined to pieces, and warn if some pieces never come.
+
+    So a file that was cut is noticed, which would split words in another way than in the training.
+    ``whole`` are tokens that are not joined of others.
+    """
+    joined = {"".join(pair) for pair in merges} | whole
+    lost = [
+        piece for piece in vocabulary if len(piece.removesuffix("</w>")) > 1 and piece not in joined
+    ]
+    if lost and not merges:
+        raise ValueError("it has no merges, by which letters become words")
+    if lost:
+        warnings.warn(
+            f"A tokenizer joins nothing to {len(lost)} of its {len(vocabulary)} pieces, such as "
+            f"{lost[-1]!r}: unless it is meant to be so, download its merges again.",
+            stacklevel=4,
+        )
 
 
 def _read_pieces(folder: Path, settings: dict) -> tuple[dict, list, dict | list]:
