@@ -96,7 +96,7 @@ def check_checkpoints(checkpoints: Path | None = None) -> Iterator[str]:
     """Load every bundled checkpoint, as chapters do; what is missing or damaged is a problem."""
     import numpy as np
 
-    from course import flux2, sd
+    from course.families import find_code
     from course.model.files import read_safetensors
     from helpers.models import MODELS, bundled_names
     from helpers.places import find_data
@@ -106,11 +106,10 @@ def check_checkpoints(checkpoints: Path | None = None) -> Iterator[str]:
     except FileNotFoundError:
         yield f"The bundled checkpoints are missing: {find_repair()}"
         return
-    load = {model.bundled: sd.load for model in MODELS.values()}
-    load |= dict.fromkeys(bundled_names(), sd.load) | {MODELS["flux2"].bundled: flux2.load}
-    for name in sorted(load):
+    names = {model.bundled for model in MODELS.values()} | {*bundled_names()}
+    for name in sorted(names):
         try:
-            params, *_ = load[name](folder / name, "float32")
+            params, *_ = find_code(folder / name).load(folder / name, "float32")
             arrays = [np.asarray(value) for part in params.values() for value in part.values()]
             if not all(np.isfinite(array).all() for array in arrays):
                 raise ValueError("it has numbers that are not finite")

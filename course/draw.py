@@ -4,6 +4,9 @@ PROMPTS is a text file with a prompt on each line; or CSV, TSV or Parquet with a
 or JSON lines with a key of this name. OUT gets an image for each, with the prompt, the key and the
 settings in it, and ``settings.json``. Started again, the same command draws what is missing.
 
+With ``--edit FOLDER``, prompts say what to change in pictures: each row of PROMPTS names its own in
+that folder in a column, or under a key, ``file_name``. FLUX.2-klein edits; Stable Diffusion cannot.
+
 Ray Data spreads the prompts over *actors*: processes that load the model once and then draw one
 batch after another. On this machine Ray starts by itself. On a cluster, give ``--address auto`` and
 an OUT that all machines see. If an actor dies, Ray starts it anew and gives it its batch again. The
@@ -25,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +40,14 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from course import sd
 from course.commands import ending_as_ctrl_c, finite, make_parser, positive, run, writing_to
+from course.families import CODE, find_code
+from course.finetune.photos import fit_image, open_image
 from course.model.files import read_json, write_bytes
-from course.model.tokens import say_what_is_not_read, say_what_is_plain_text
-from course.sd.tokenizer import Encoder, read_encoder
+from course.model.tokens import say_what_is_plain_text
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
 from helpers.inputs import check_seed, create_key, say_what_is_unknown
-from helpers.models import bundled_names, find_local
+from helpers.models import NO_WEIGHTS, bundled_names, find_local
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
 
@@ -86,21 +90,23 @@ class Draw:
         mesh = Mesh(np.array(jax.local_devices()), ("data",))
         self.split, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
         self.size = -(-settings.batch // mesh.size) * mesh.size  # what the devices can share
-        self.params, self.config, self.tokenize = load_model(settings, everywhere)
-        self.options = (self.tokenize([""]), settings.steps, settings.guidance)
-        draw = partial(sd.generate, guided=sd.is_guided(settings.guidance))
-        self.draw = jax.jit(draw, static_argnames=sd.STATIC)
+        code, self.params, self.config, self.tokenize = load_model(settings, everywhere)
+        self.draw = code.make_drawing(self.config, self.tokenize, settings.steps, settings.guidance)
 
     def __call__(self, rows: Rows) -> Rows:
         start, count = time.time(), len(rows["number"])
         # The last batch is filled up with repetitions, so that one program draws them all.
         filled = np.resize(np.arange(count), self.size)
-        ids = self.tokenize(list(rows["prompt"][filled]))
+        texts = self.tokenize(list(rows["prompt"][filled]))
         keys = image_keys(self.settings.seed, rows["number"][filled])
-        ids, keys = jax.device_put((ids, keys), self.split)
+        to_edit = None
+        if "picture" in rows:
+            side = self.config.side
+            pictures = [fit_image(open_image(Path(file)), side, side) for file in rows["picture"]]
+            to_edit = np.stack(pictures)[filled]
+        texts, keys, to_edit = jax.device_put((texts, keys, to_edit), self.split)
         with explaining_memory(self.size):
-            images = self.draw(self.params, self.config, ids, keys, *self.options)
-            images = np.asarray(images)[:count]
+            images = np.asarray(self.draw(self.params, texts, keys, to_edit))[:count]
         self.write(rows | {"image": to_bytes(images)})
         worker = f"process {os.getpid()} on {socket.gethostname()}"
         about = {"worker": worker, "start": start, "end": time.time()}
@@ -115,7 +121,7 @@ def draw_rows(
     Parameters
     ----------
     rows : list of dict
-        Each has a ``number`` and a ``prompt``.
+        Each has a ``number`` and a ``prompt``, and what `add_pictures` adds if they edit.
     settings : Settings
         What to draw with.
     write : callable
@@ -155,14 +161,16 @@ def to_bytes(images: np.ndarray) -> np.ndarray:
 
 
 def load_model(settings: Settings, sharding: jax.sharding.Sharding) -> tuple:
-    """Load parameters, configuration and tokenizer of the model, on an actor's machine."""
+    """Load code, parameters, configuration and tokenizer of the model, on an actor's machine."""
     # What one actor of a machine has compiled, the others and those after it need not.
     if not jax.config.jax_compilation_cache_dir:
         folder = Path.home() / ".cache" / "stable-diffusion-jax-course"
         jax.config.update("jax_compilation_cache_dir", str(folder))
     try:
         checkpoint = read_checkpoint(settings.checkpoint)
-        return sd.load(download(checkpoint), checkpoint.dtype, sharding)
+        folder = download(checkpoint)
+        code = find_code(folder)
+        return code, *code.load(folder, checkpoint.dtype, sharding)
     except (OSError, ValueError, RuntimeError) as error:
         raise RuntimeError(
             f"The actor on {socket.gethostname()} cannot load {settings.checkpoint}: {error}"
@@ -198,14 +206,8 @@ def read_prompts(file: Path) -> list[dict]:
     RuntimeError
         If the file cannot be read, or has no prompts.
     """
-    try:
-        prompts = list(_read_cells(file))
-    except (OSError, ValueError, KeyError, csv.Error) as error:
-        raise RuntimeError(f"The prompts in {file} cannot be read: {error}.") from None
     rows = []
-    for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, str | None):
-            raise RuntimeError(f"The prompts in {file} are no texts: row {number} is {prompt!r}.")
+    for number, prompt in enumerate(read_column(file, "prompt")):
         if prompt and prompt.strip():
             rows.append({"number": number, "prompt": prompt.strip()})
     if not rows:
@@ -213,44 +215,98 @@ def read_prompts(file: Path) -> list[dict]:
     return rows
 
 
-def _read_cells(file: Path) -> Iterator[Any]:
-    """Yield what stands where a file of its kind has prompts; an error if it has no such place."""
+def add_pictures(rows: list[dict], file: Path, folder: Path) -> list[dict]:
+    """Return the rows with the pictures that they edit: where they are, and their hashes.
+
+    Raises
+    ------
+    RuntimeError
+        If a row names no picture, or there is none that can be read.
+    """
+    names = read_column(file, "file_name")
+    edits = []
+    for row in rows:
+        name = (names[row["number"]] or "").strip()
+        if not name:
+            raise RuntimeError(
+                f"Row {row['number']} of {file} names no picture: write the one to edit into its "
+                "file_name."
+            )
+        picture = (folder / name).absolute()
+        if not picture.is_file():
+            raise RuntimeError(
+                f"Row {row['number']} of {file} edits {picture}, which is not there: correct the "
+                "name, or --edit."
+            )
+        try:
+            open_image(picture)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None
+        edited = f"{name} {sha256(picture.read_bytes()).hexdigest()[:16]}"
+        edits.append(row | {"picture": str(picture), "edited": edited})
+    return edits
+
+
+def read_column(file: Path, name: str) -> list[str | None]:
+    """Read what stands in the rows of a file under a name, which text files have not.
+
+    Raises
+    ------
+    RuntimeError
+        If the file cannot be read, or has no such column, or no texts in it.
+    """
+    try:
+        cells = list(_read_cells(file, name))
+    except (OSError, ValueError, KeyError, csv.Error) as error:
+        raise RuntimeError(f"The prompts in {file} cannot be read: {error}.") from None
+    for number, cell in enumerate(cells):
+        if not isinstance(cell, str | None):
+            raise RuntimeError(f"The prompts in {file} are no texts: row {number} is {cell!r}.")
+    return cells
+
+
+def _read_cells(file: Path, name: str) -> Iterator[Any]:
+    """Yield what stands under a name in each row; an error if a file has no such place."""
     suffix = file.suffix.lower()
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        yield from pyarrow.parquet.read_table(file, columns=["prompt"])["prompt"].to_pylist()
+        yield from pyarrow.parquet.read_table(file, columns=[name])[name].to_pylist()
         return
     if suffix in (".json", ".xlsx", ".xls", ".ods", ".yaml", ".yml"):
         raise ValueError(f"{suffix} is not read, so save them as .txt, .csv, .jsonl or .parquet")
     text = file.read_text(encoding="utf-8-sig")
     if suffix in (".csv", ".tsv"):
         table = csv.DictReader(io.StringIO(text, newline=""), delimiter=",\t"[suffix == ".tsv"])
-        if "prompt" not in (table.fieldnames or ()):
-            raise ValueError(f"its columns are {table.fieldnames}, and none is called 'prompt'")
+        if name not in (table.fieldnames or ()):
+            raise ValueError(f"its columns are {table.fieldnames}, and none is called {name!r}")
         for row in table:
-            yield row["prompt"]
+            yield row[name]
         return
     # Not splitlines, which takes some signs within a line for its end.
     lines = text.split("\n")
     if suffix not in (".jsonl", ".ndjson"):
+        if name != "prompt":
+            raise ValueError(f"lines of a text have no {name}, so write them as .csv or .jsonl")
         yield from lines
         return
     for number, line in enumerate(lines):
-        entry = json.loads(line) if line.strip() else {"prompt": ""}
-        if not isinstance(entry, dict) or "prompt" not in entry:
-            raise ValueError(f"line {number + 1} has no key 'prompt'")
-        yield entry["prompt"]
+        entry = json.loads(line) if line.strip() else {name: ""}
+        if not isinstance(entry, dict) or name not in entry:
+            raise ValueError(f"line {number + 1} has no key {name!r}")
+        yield entry[name]
 
 
-def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -> Iterator[str]:
+def find_warnings(
+    rows: list[dict],
+    say_what_is_lost: Callable[[str, str], str | None],
+    words: list[str] | None,
+) -> Iterator[str]:
     """Yield what will not be drawn: ends of long prompts, words that a checkpoint never saw …"""
     for row in rows:
         name = f"Prompt {row['number']}"
         prompt = row["prompt"]
-        starts = [start for _, start in encoder.split_with_places(prompt)]
-        room = encoder.room - 2  # without start and end
-        too_long = say_what_is_not_read(prompt, starts, room, prompt=name)
+        too_long = say_what_is_lost(prompt, name)
         if too_long:
             yield too_long
         plain = say_what_is_plain_text(prompt, prompt=name)
@@ -263,9 +319,11 @@ def find_warnings(rows: list[dict], encoder: Encoder, words: list[str] | None) -
 
 def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:
     """Print the first of the warnings, and how many more there are."""
-    tokenizer = download(checkpoint, only=["tokenizer/*"]) / "tokenizer"
-    words = read_json(tokenizer / "tokenizer_config.json").get("caption_words")
-    sentences = list(find_warnings(rows, read_encoder(tokenizer), words))
+    folder = download(checkpoint, only=NO_WEIGHTS)
+    words = read_json(folder / "tokenizer" / "tokenizer_config.json").get("caption_words")
+    code = CODE[checkpoint.model]
+    tokenize = code.load_tokenizer(folder, code.read_config(folder))
+    sentences = list(find_warnings(rows, tokenize.say_what_is_lost, words))
     for sentence in sentences[:SHOWN]:
         if len(sentence) > MOST_LETTERS:
             sentence = f"{sentence[:MOST_LETTERS]} ..."
@@ -290,8 +348,12 @@ def describe(rows: Rows, settings: Settings) -> list[dict[str, str]]:
     """Return what each image of a batch follows from: this is written into its file."""
     keys = np.asarray(jax.random.key_data(image_keys(settings.seed, rows["number"])))
     texts = []
-    for number, prompt, key in zip(rows["number"], rows["prompt"], keys, strict=True):
+    for row, (number, prompt, key) in enumerate(
+        zip(rows["number"], rows["prompt"], keys, strict=True)
+    ):
         own = {"prompt": prompt, "number": str(number), "key": " ".join(map(str, key))}
+        if "edited" in rows:
+            own["edited"] = rows["edited"][row]
         texts.append(own | settings.texts())
     return texts
 
@@ -338,8 +400,8 @@ def read_settings(folder: Path) -> dict[str, str] | None:
     return kept
 
 
-def check_same(file: Path, texts: dict[str, str], wanted: dict[str, str]) -> None:
-    """Raise ``RuntimeError`` if a file has other settings, or another prompt."""
+def check_same(file: Path, texts: dict[str, str], wanted: dict[str, str | None]) -> None:
+    """Raise ``RuntimeError`` if a file has other settings, another prompt, or another picture."""
     for name, text in wanted.items():
         if texts.get(name) != text:
             raise RuntimeError(
@@ -359,7 +421,7 @@ def find_missing(folder: Path, rows: list[dict], settings: Settings) -> list[dic
     missing = {row["number"]: row for row in rows}
     expected = {}
     for row in rows:
-        expected[str(row["number"])] = row["prompt"]
+        expected[str(row["number"])] = {name: row.get(name) for name in ("prompt", "edited")}
     images = list(read_texts(folder))
     kept = read_settings(folder)
     own = settings.texts()
@@ -372,7 +434,7 @@ def find_missing(folder: Path, rows: list[dict], settings: Settings) -> list[dic
                 f"{file} has an image that is none of these prompts': give a different OUT, or "
                 "remove what is in this one."
             )
-        check_same(file, texts, {"prompt": expected[number]} | own)
+        check_same(file, texts, expected[number] | own)
         missing.pop(int(number), None)
     return list(missing.values())
 
@@ -507,6 +569,9 @@ def draw_parser() -> argparse.ArgumentParser:
         default=os.environ.get(CHECKPOINT_VARIABLE, "shapes-sd"),
         help="a bundled one, a folder, or a Hub id, with @revision if need be; default %(default)s",
     )
+    parser.add_argument(
+        "--edit", type=Path, metavar="FOLDER", help="of the pictures that the prompts change"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=positive, help="default: what suits the checkpoint")
     parser.add_argument("--guidance", type=finite, help="likewise; at 1 or below there is none")
@@ -537,10 +602,10 @@ def choose_settings(options: argparse.Namespace) -> tuple[Settings, Checkpoint]:
     if folder and checkpoint not in bundled_names():
         checkpoint = str(folder.absolute())  # the actors may be in another folder
     found = read_checkpoint(checkpoint)
-    if found.model == "flux2":
+    if options.edit and found.model != "flux2":
         raise RuntimeError(
-            f"{checkpoint} is FLUX.2, and this command draws with Stable Diffusion: give another "
-            "--checkpoint, or draw as chapter 16 does."
+            f"{checkpoint} is Stable Diffusion, which edits no pictures by prompts: leave out "
+            "--edit, or give FLUX.2-klein by --checkpoint, such as shapes-flux2."
         )
     settings = Settings(
         checkpoint=checkpoint,
@@ -556,6 +621,8 @@ def draw_missing(options: argparse.Namespace) -> None:
     """Draw what is missing, as the command line says."""
     folder = options.out.absolute()
     rows = read_prompts(options.prompts)
+    if options.edit:
+        rows = add_pictures(rows, options.prompts, options.edit)
     with writing_to(folder):
         settings, checkpoint = choose_settings(options)
         _draw_into(folder, rows, settings, checkpoint, options)

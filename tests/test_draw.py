@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 from course import draw
+from course.shapes import scenes
 from lab.site import lock
 
 LINES = [
@@ -127,6 +129,70 @@ def test_weights_that_an_actor_cannot_load_are_named(ray, prompts, checkpoint, t
 
 
 # Without Ray.
+
+
+def test_edits_by_flux2_go_on_with_the_same_bits_and_of_the_same_pictures_alone(tmp_path):
+    folder, out = tmp_path / "pictures", tmp_path / "out"
+    scenes.write_folder(scenes.training_scenes(3, seed=1), folder)
+    file = tmp_path / "wishes.jsonl"
+    wishes = ["blue", "a star", "a black background"]
+    lines = [{"file_name": f"00{n}.png", "prompt": wish} for n, wish in enumerate(wishes)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    rows = draw.add_pictures(draw.read_prompts(file), file, folder)
+    settings = draw.Settings("shapes-flux2", steps=2, batch=2)
+    actor = draw.Draw(settings, partial(draw.write_pngs, folder=out, settings=settings))
+
+    def draw_missing():
+        missing = draw.find_missing(out, rows, settings)
+        for start in range(0, len(missing), 2):
+            some = missing[start : start + 2]
+            actor({name: np.array([row[name] for row in some]) for name in some[0]})
+        return {image.name: image.read_bytes() for image in out.glob("*.png")}
+
+    out.mkdir()
+    drawn = draw_missing()
+    assert len(drawn) == 3
+    for number in (1, 2):  # which were in two batches, and are one now
+        (out / draw.image_name(number)).unlink()
+    assert draw_missing() == drawn
+    pixels, texts = read_png(out / draw.image_name(1))
+    assert pixels.shape == (64, 64, 3) and texts["edited"].startswith("001.png ")
+    shutil.copyfile(folder / "000.png", folder / "001.png")
+    rows = draw.add_pictures(draw.read_prompts(file), file, folder)
+    with pytest.raises(RuntimeError, match=r"is there already with the edited '001\.png"):
+        draw_missing()
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "sentence"),
+    [
+        ("wishes.txt", "blue", "lines of a text have no file_name, so write them as .csv or"),
+        (
+            "wishes.csv",
+            "prompt\nblue\n",
+            r"columns are \['prompt'\], and none is called 'file_name'",
+        ),
+        (
+            "wishes.csv",
+            "prompt,file_name\nblue,\n",
+            "Row 0 of .*wishes.csv names no picture: write",
+        ),
+        ("wishes.csv", "prompt,file_name\nblue,b.png\n", "Row 0 of .* edits .*b.png, which is not"),
+        ("wishes.csv", "prompt,file_name\nblue,a.png\n", "a.png is damaged, or no image in PNG"),
+    ],
+)
+def test_prompts_without_a_picture_to_edit_are_refused(tmp_path, name, contents, sentence):
+    (tmp_path / name).write_text(contents)
+    (tmp_path / "a.png").write_text("<html>")
+    with pytest.raises(RuntimeError, match=sentence):
+        draw.draw_missing(parse(tmp_path / name, tmp_path / "out", "--edit", tmp_path))
+
+
+def test_stable_diffusion_is_not_asked_to_edit_by_prompts(prompts, tmp_path):
+    with pytest.raises(
+        RuntimeError, match="shapes-sd is Stable Diffusion, which edits no pictures"
+    ):
+        draw.choose_settings(parse(prompts, tmp_path, "--edit", tmp_path))
 
 
 def test_every_python_of_the_lock_has_ray():

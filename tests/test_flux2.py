@@ -215,26 +215,8 @@ def test_edited_images_are_those_of_pytorchs_pipeline(model, recorded, prompts):
 
 
 def test_with_two_references_the_image_is_that_of_pytorchs_pipeline(model, recorded, prompts):
-    params, config, tokenize = model
-    ids, mask = tokenize(prompts[:1])
-    pictures = recorded["pictures"] / np.float32(255)
-
-    @jax.jit
-    def draw(params, ids, mask, noise, pictures):
-        reference = flux2.encode_images(params, config, pictures)
-        tokens = flux2.denoise(
-            params,
-            config,
-            noise,
-            flux2.encode_prompts(params, config, ids, mask),
-            height=64,
-            width=64,
-            steps=STEPS,
-            reference=reference.reshape(1, -1, reference.shape[-1]),
-        )
-        return flux2.decode(params["vae"], config.vae, tokens, height=64, width=64)
-
-    found = draw(params, ids, mask, noise_for(prompts[:1], 64, 64), pictures)
+    pictures = recorded["pictures"][None] / np.float32(255)  # both for the one prompt
+    found = draw(model, prompts[:1], 64, 64, images=pictures)
     assert farthest(found, recorded["two references"] / 65535) <= SHARE
 
 

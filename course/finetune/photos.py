@@ -54,19 +54,12 @@ def read_folder(
         If there are no pictures, one cannot be read or has no caption, or a caption has no picture.
     """
     folder = Path(folder)
-    files = {file.name: file for file in sorted(folder.glob("[!.]*"))}
-    for name in files:
-        if name.lower().endswith((".heic", ".heif")):
-            raise ValueError(f"{folder / name} is a HEIC photo: export it as JPEG.")
-    endings = tuple(ending for some in ENDINGS.values() for ending in some)
-    names = [name for name in files if name.lower().endswith(endings)]
-    if not names:
-        raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(endings)}.")
-    if "metadata.jsonl" in files:
+    names = _find_images(folder)
+    if (folder / "metadata.jsonl").is_file():
         captions = _read_metadata(folder / "metadata.jsonl")
         advice = "metadata.jsonl must have a line for each image, and no other"
     else:
-        captions = _read_texts(files, names)
+        captions = _read_texts(folder, names)
         advice = (
             "write one into a .txt file of the same name, or give one for all by --caption or, of "
             "rehearsed pictures, --rehearse-caption"
@@ -81,13 +74,74 @@ def read_folder(
             raise ValueError(f"{folder / name} is not there: {advice}.")
         if not text:
             raise ValueError(f"The caption of {folder / name} is empty: write what one sees.")
+    return _read_images(folder, list(captions), height, width), list(captions.values())
 
+
+def read_references(folder: str | Path, photos: str | Path, height: int, width: int) -> np.ndarray:
+    """Read what the pictures of another folder are edits of, in the order of ``read_folder``.
+
+    Parameters
+    ----------
+    folder : str or Path
+        With a picture for each of ``photos``, of the same name; only endings may differ.
+    photos, height, width
+        As ``read_folder`` takes them.
+
+    Returns
+    -------
+    numpy.ndarray
+        From 0 to 1, float32, (images, height, width, 3).
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If one is missing or cannot be read, or it is not clear which one is meant.
+    """
+    folder, photos = Path(folder), Path(photos)
+    by_stem = {}
+    for name in _find_images(folder):
+        by_stem.setdefault(Path(name).stem, []).append(name)
+    names = _find_images(photos)
+    if (photos / "metadata.jsonl").is_file():
+        names = list(_read_metadata(photos / "metadata.jsonl"))
+    chosen = []
+    for name in names:
+        match by_stem.get(Path(name).stem, []):
+            case [reference]:
+                chosen.append(reference)
+            case []:
+                raise ValueError(
+                    f"{photos / name} is an edit of nothing: {folder} has no picture of its name."
+                )
+            case [first, second, *_]:
+                raise ValueError(
+                    f"{photos / name} may be an edit of {first} or of {second} in {folder}: leave "
+                    "one there."
+                )
+    return _read_images(folder, chosen, height, width)
+
+
+def _find_images(folder: Path) -> list[str]:
+    """Return the names of a folder's pictures, sorted."""
+    names = sorted(file.name for file in folder.glob("[!.]*"))
+    for name in names:
+        if name.lower().endswith((".heic", ".heif")):
+            raise ValueError(f"{folder / name} is a HEIC photo: export it as JPEG.")
+    endings = tuple(ending for some in ENDINGS.values() for ending in some)
+    images = [name for name in names if name.lower().endswith(endings)]
+    if not images:
+        raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(endings)}.")
+    return images
+
+
+def _read_images(folder: Path, names: list[str], height: int, width: int) -> np.ndarray:
+    """Read pictures at a size, and print how many lose an edge or are enlarged."""
     cropped, enlarged, images = 0, 0, []
-    for name in captions:
-        image = _open_image(folder / name)
+    for name in names:
+        image = open_image(folder / name)
         cropped += image.width * height != image.height * width
         enlarged += image.width < width or image.height < height
-        images.append(_fit(image, height, width))
+        images.append(fit_image(image, height, width))
     if cropped:
         print(
             f"{cropped} of {len(images)} images in {folder} have another shape than "
@@ -95,7 +149,7 @@ def read_folder(
         )
     if enlarged:
         print(f"{enlarged} of {len(images)} images in {folder} are small, and enlarged.")
-    return np.stack(images), list(captions.values())
+    return np.stack(images)
 
 
 def _read_metadata(file: Path) -> dict[str, str]:
@@ -116,12 +170,12 @@ def _read_metadata(file: Path) -> dict[str, str]:
     return captions
 
 
-def _read_texts(files: dict[str, Path], names: list[str]) -> dict[str, str | None]:
+def _read_texts(folder: Path, names: list[str]) -> dict[str, str | None]:
     """Read each image's caption: the lines of the text file beside it, joined, or None."""
     captions = {}
     for name in names:
-        text = files.get(f"{files[name].stem}.txt")
-        captions[name] = " ".join(_read_text(text).split()) if text else None
+        text = folder / f"{Path(name).stem}.txt"
+        captions[name] = " ".join(_read_text(text).split()) if text.is_file() else None
     return captions
 
 
@@ -132,7 +186,7 @@ def _read_text(file: Path) -> str:
         raise ValueError(f"{file} is not in UTF-8: save it as that.") from None
 
 
-def _open_image(file: Path) -> Image.Image:
+def open_image(file: Path) -> Image.Image:
     """Read an image in RGB: the right way up, and on white where it is transparent.
 
     Of a film, it is the first image.
@@ -174,7 +228,7 @@ def _is_heic(file: Path) -> bool:
     return start[4:8] == b"ftyp" and start[8:] in HEIC
 
 
-def _fit(image: Image.Image, height: int, width: int) -> np.ndarray:
+def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:
     """Return an image's middle, scaled; colours from 0 to 1, float32, (height, width, 3)."""
     if image.size != (width, height):
         image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)

@@ -1,7 +1,7 @@
 """FLUX.2-klein in plain JAX: functions of dictionaries of parameters."""
 
 from course.flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
-from course.flux2.folders import load
+from course.flux2.folders import load, load_tokenizer
 from course.flux2.parameters import (
     FULLY_SHARDED,
     TENSOR_PARALLEL,
@@ -15,6 +15,7 @@ from course.flux2.pipeline import (
     encode_images,
     encode_prompts,
     generate,
+    make_drawing,
     positions,
     random_tokens,
     text_positions,
@@ -43,6 +44,8 @@ __all__ = [
     "generate",
     "is_guided",
     "load",
+    "load_tokenizer",
+    "make_drawing",
     "model_parameters",
     "parameter_shapes",
     "positions",

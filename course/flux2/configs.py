@@ -58,6 +58,7 @@ class VAEConfig(AutoencoderConfig):
     block_out_channels: tuple[int, ...] = (128, 256, 512, 512)
     layers_per_block: int = 2
     latent_channels: int = 32
+    sample_size: int = 1024  # of the images that the model was trained for, in pixels
     batch_norm_eps: float = 1e-4
     patch_size: tuple[int, int] = (2, 2)
 
@@ -76,6 +77,16 @@ class Config:
     vae: VAEConfig = VAEConfig()
     shift: float | None = None  # of the sampler's times; None: by the number of tokens
     is_distilled: bool = True  # then draw in four steps, without guidance; nothing checks it
+
+    @property
+    def side(self) -> int:
+        """Height and width of the images that the model was trained for, in pixels."""
+        return self.vae.sample_size
+
+    @property
+    def side_multiple(self) -> int:
+        """Sides of images are multiples of so many pixels, so that they can be cut into tokens."""
+        return self.vae.pixels_per_token
 
 
 # The values that this model has for options that it does not read.

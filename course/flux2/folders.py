@@ -54,12 +54,19 @@ def load(
     folder = Path(folder)
     dtype = check_dtype(dtype)
     config = read_config(folder)
-    tokenize = read_tokenizer(find_inside(folder, "tokenizer"))
-    check_vocabulary(folder / "tokenizer", tokenize.splitter, config.text_encoder.vocab_size)
+    tokenize = load_tokenizer(folder, config)
     shapes = parameter_shapes(config, dtype)
     is_unread = functools.partial(_is_unread, config)
     params = load_parts(folder, shapes, sharding, variant, is_unread)
     return params, config, tokenize
+
+
+def load_tokenizer(folder: str | Path, config: Config) -> Tokenizer:
+    """Read the tokenizer of a folder in diffusers' format, as ``load`` does."""
+    place = find_inside(Path(folder), "tokenizer")
+    tokenize = read_tokenizer(place)
+    check_vocabulary(place, tokenize.splitter, config.text_encoder.vocab_size)
+    return tokenize
 
 
 def _is_unread(config: Config, part: str, name: str) -> bool:

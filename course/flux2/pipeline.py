@@ -9,6 +9,7 @@ import numpy as np
 from course.flux2 import qwen3, sampler, transformer, vae
 from course.flux2.configs import Config
 from course.flux2.parameters import model_parameters
+from course.flux2.tokenizer import Tokenizer
 from course.model.guidance import guide, is_guided, pair, unpair
 from course.model.parameters import check_parameters
 
@@ -231,7 +232,8 @@ def generate(
         ``ids`` and ``mask`` of the empty prompt, where there is guidance.
     images : jax.Array, optional
         Images to edit, of the same height and width, from 0 to 1: (1 or batch, height, width, 3).
-        One is edited by every prompt; otherwise each prompt edits its own.
+        One is edited by every prompt; otherwise each prompt edits its own. Where a prompt edits
+        several together, they are (1 or batch, several, height, width, 3).
     shift, velocity : optional
         As in ``denoise``.
 
@@ -249,8 +251,8 @@ def generate(
         step.
     """
     check_parameters(params, model_parameters(config))
-    if images is not None and images.shape[1:3] != (height, width):
-        given = " x ".join(map(str, images.shape[1:3]))
+    if images is not None and images.shape[-3:-1] != (height, width):
+        given = " x ".join(map(str, images.shape[-3:-1]))
         raise ValueError(
             f"Images to edit must have the height and width of the result, {height} x {width}, "
             f"and these have {given}: resize or crop them."
@@ -258,7 +260,7 @@ def generate(
     if images is not None and len(images) not in (1, len(ids)):
         raise ValueError(
             f"There are {len(images)} images to edit and {len(ids)} prompts: give one image for "
-            "all prompts, or one for each."
+            "all prompts, or one for each; several for a prompt have an axis of their own."
         )
     if guidance is not None and not is_guided(guidance):
         guidance = None
@@ -269,7 +271,9 @@ def generate(
         encoded_empty = encode_prompts(params, config, *empty)
     reference = None
     if images is not None:
-        reference = encode_images(params, config, images)
+        reference = encode_images(params, config, images.reshape(-1, *images.shape[-3:]))
+        # The tokens of all images for a prompt follow one another.
+        reference = reference.reshape(len(images), -1, reference.shape[-1])
     tokens = denoise(
         params,
         config,
@@ -285,6 +289,30 @@ def generate(
         velocity=velocity,
     )
     return vae.decode(params["vae"], config.vae, tokens, height, width)
+
+
+def make_drawing(
+    config: Config, tokenize: Tokenizer, steps: int, guidance: float
+) -> Callable[..., jax.Array]:
+    """Return a program that draws images of the size that the model was trained for.
+
+    It takes parameters, token ids with their mask, a key for each image, and perhaps images to
+    edit. Images come as of ``generate``.
+    """
+    empty = tokenize([""])
+    side = config.side
+
+    @jax.jit
+    def draw_all(
+        params: dict,
+        texts: tuple[jax.Array, jax.Array],
+        keys: jax.Array,
+        images: jax.Array | None = None,
+    ) -> jax.Array:
+        noise = jax.vmap(lambda key: random_tokens(key, config, 1, side, side)[0])(keys)
+        return generate(params, config, *texts, noise, side, side, steps, guidance, empty, images)
+
+    return draw_all
 
 
 STATIC = ("config", "height", "width", "steps", "shift", "velocity")

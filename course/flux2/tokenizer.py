@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 
 from course.model.files import find_inside, read_json
-from course.model.tokens import check_prompts, max_length, read_splitter, warn_of_length
+from course.model.tokens import check_prompts, max_length, read_splitter, say_what_is_not_read
 
 # What Qwen3's chat template makes of one message to which it shall answer without thinking.
 TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -32,19 +32,23 @@ class Tokenizer:
         TypeError
             If there is one string in place of a list.
         """
-        check_prompts(prompts)
+        check_prompts(prompts, self.say_what_is_lost)
         padding = self.splitter.token_to_id(PADDING)
         ids = np.full((len(prompts), self.max_length), padding, np.int32)
         mask = np.zeros(ids.shape, bool)
         for row, prompt in enumerate(prompts):
-            text = TEMPLATE.format(prompt=prompt)
-            encoding = self.splitter.encode(text)
-            starts = [start for start, _ in encoding.offsets]
-            warn_of_length(text, starts, self.max_length, " with the template around it")
+            encoding = self.splitter.encode(TEMPLATE.format(prompt=prompt))
             read = encoding.ids[: self.max_length]
             ids[row, : len(read)] = read
             mask[row, : len(read)] = True
         return ids, mask
+
+    def say_what_is_lost(self, prompt: str, name: str = "A prompt") -> str | None:
+        """Return a sentence on the end of a prompt that is too long; None if all is read."""
+        text = TEMPLATE.format(prompt=prompt)
+        starts = [start for start, _ in self.splitter.encode(text).offsets]
+        around = " with the template around it"
+        return say_what_is_not_read(text, starts, self.max_length, around, name)
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,20 @@ OTHER_SYNTAX = re.compile(
 )
 
 
-def check_prompts(prompts: Any) -> None:
-    """Raise ``TypeError`` unless this is a list of prompts; warn of what others only understand."""
+def check_prompts(prompts: Any, say_what_is_lost: Callable[[str], str | None]) -> None:
+    """Raise ``TypeError`` unless this is a list of prompts; warn of what will not be drawn.
+
+    That is what only other programs understand, and the end of what is too long, of which a
+    tokenizer's ``say_what_is_lost`` makes a sentence.
+    """
     if isinstance(prompts, str):
         raise TypeError(f"Give a list of prompts: [{prompts!r}]")
     for prompt in prompts:
         if not isinstance(prompt, str):
             raise TypeError(f"A prompt is {prompt!r}: give strings.")
-        sentence = say_what_is_plain_text(prompt)
-        if sentence:
-            warnings.warn(sentence, stacklevel=3)  # whoever called the tokenizer
+        for sentence in (say_what_is_plain_text(prompt), say_what_is_lost(prompt)):
+            if sentence:
+                warnings.warn(sentence, stacklevel=3)  # whoever called the tokenizer
 
 
 def say_what_is_plain_text(text: str, prompt: str = "A prompt") -> str | None:
@@ -59,13 +64,6 @@ def say_what_is_not_read(
         return None
     lost = text[starts[room] :].strip()
     return f"{prompt} has {len(starts)} tokens{around}, and {room} are read: not {lost!r}."
-
-
-def warn_of_length(text: str, starts: list[int], room: int, around: str = "") -> None:
-    """Warn of the end of a prompt that is too long, as ``say_what_is_not_read`` says it."""
-    sentence = say_what_is_not_read(text, starts, room, around)
-    if sentence:
-        warnings.warn(sentence, stacklevel=3)  # whoever called the tokenizer
 
 
 def read_splitter(file: Path) -> tokenizers.Tokenizer:

@@ -11,7 +11,7 @@ from course.sd.configs import (
     VAEConfig,
     read_config,
 )
-from course.sd.folders import load, save
+from course.sd.folders import load, load_tokenizer, save
 from course.sd.parameters import model_parameters, parameter_shapes, shardings
 from course.sd.pipeline import (
     STATIC,
@@ -19,6 +19,7 @@ from course.sd.pipeline import (
     encode_condition,
     encode_prompts,
     generate,
+    make_drawing,
 )
 from course.sd.samplers import SAMPLERS
 
@@ -40,6 +41,8 @@ __all__ = [
     "generate",
     "is_guided",
     "load",
+    "load_tokenizer",
+    "make_drawing",
     "model_parameters",
     "parameter_shapes",
     "read_config",

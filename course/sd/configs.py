@@ -114,6 +114,11 @@ class Config:
         return 2 ** (len(self.vae.block_out_channels) - 1)
 
     @property
+    def side(self) -> int:
+        """Height and width of the images that the model was trained for, in pixels."""
+        return self.unet.sample_size * self.pixels_per_latent
+
+    @property
     def side_multiple(self) -> int:
         """Sides of images are multiples of so many pixels, so that the UNet can halve them."""
         return self.pixels_per_latent * 2 ** (len(self.unet.block_out_channels) - 1)

@@ -82,14 +82,20 @@ def load(
     folder = Path(folder)
     dtype = check_dtype(dtype)
     config = read_config(folder)
-    encoders = []
-    for part, text in zip(("tokenizer", "tokenizer_2"), config.text, strict=False):
-        place = find_inside(folder, part)
-        encoders.append(read_encoder(place, text.max_position_embeddings))
-        check_vocabulary(place, encoders[-1].splitter, text.vocab_size)
+    tokenize = load_tokenizer(folder, config)
     shapes = parameter_shapes(config, dtype)
     params = load_parts(folder, shapes, sharding, variant, _is_unread)
-    return params, config, Tokenizer(tuple(encoders))
+    return params, config, tokenize
+
+
+def load_tokenizer(folder: str | Path, config: Config) -> Tokenizer:
+    """Read the tokenizers of a folder in diffusers' format, as ``load`` does."""
+    encoders = []
+    for part, text in zip(("tokenizer", "tokenizer_2"), config.text, strict=False):
+        place = find_inside(Path(folder), part)
+        encoders.append(read_encoder(place, text.max_position_embeddings))
+        check_vocabulary(place, encoders[-1].splitter, text.vocab_size)
+    return Tokenizer(tuple(encoders))
 
 
 def _is_unread(part: str, name: str) -> bool:

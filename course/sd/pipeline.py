@@ -1,6 +1,7 @@
 """The whole model: from prompts to images."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from course.sd.clip import encode_text
 from course.sd.configs import Config
 from course.sd.parameters import model_parameters
 from course.sd.samplers import sample
+from course.sd.tokenizer import Tokenizer
 from course.sd.unet import Condition, project_text, unet
 from course.sd.vae import decode
 
@@ -404,9 +406,8 @@ def generate(
     """
     check_drawing(attention, decode_batch)
     guided = guided and is_guided(guidance)
-    side = config.unet.sample_size * config.pixels_per_latent
-    height = side if height is None else height
-    width = side if width is None else width
+    height = config.side if height is None else height
+    width = config.side if width is None else width
     condition, noise = prepare(
         params, config, ids, key, negative_ids, latents, height=height, width=width, guided=guided
     )
@@ -424,6 +425,26 @@ def generate(
         guidance_axis=guidance_axis,
     )
     return decode_images(params, config, latents, attention, decode_batch)
+
+
+def make_drawing(
+    config: Config, tokenize: Tokenizer, steps: int, guidance: float
+) -> Callable[..., jax.Array]:
+    """Return a program that draws images of the size that the model was trained for.
+
+    It takes parameters, token ids, a key for each image, and None: this model edits none by
+    prompts. Images come as of ``generate``.
+    """
+    empty = tokenize([""])
+    draw = partial(generate, guided=is_guided(guidance))
+    program = jax.jit(draw, static_argnames=STATIC)
+
+    def draw_all(params: dict, ids: jax.Array, keys: jax.Array, images: None = None) -> jax.Array:
+        if images is not None:
+            raise ValueError("Stable Diffusion edits no images by prompts: give FLUX.2-klein.")
+        return program(params, config, ids, keys, empty, steps, guidance)
+
+    return draw_all
 
 
 def check_size(config: Config, height: int, width: int) -> None:

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 from course.model.files import find_inside, read_json, read_text
-from course.model.tokens import check_prompts, max_length, special_token, warn_of_length
+from course.model.tokens import check_prompts, max_length, say_what_is_not_read, special_token
 
 # Endings, words, digits and signs, as in openai/CLIP.
 PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
@@ -69,17 +69,19 @@ class Tokenizer:
         TypeError
             If there is one string in place of a list.
         """
-        check_prompts(prompts)
+        check_prompts(prompts, self.say_what_is_lost)
         room = self.encoders[0].room
         rows = np.empty((len(prompts), len(self.encoders), room), np.int32)
         for row, prompt in zip(rows, prompts, strict=True):
             for number, encoder in enumerate(self.encoders):
-                tokens = encoder.split_with_places(prompt)
-                if number == 0:  # all encoders cut at the same place, so one warning is enough
-                    starts = [start for _, start in tokens]
-                    warn_of_length(prompt, starts, room - 2)  # without start and end
-                row[number] = encoder.fill_up([token for token, _ in tokens])
+                row[number] = encoder.fill_up(encoder.split(prompt))
         return rows
+
+    def say_what_is_lost(self, prompt: str, name: str = "A prompt") -> str | None:
+        """Return a sentence on the end of a prompt that is too long; None if all is read."""
+        first = self.encoders[0]  # all cut at the same place
+        starts = [start for _, start in first.split_with_places(prompt)]
+        return say_what_is_not_read(prompt, starts, first.room - 2, prompt=name)
 
     def with_word(self, word: str, number: int = 1) -> "Tokenizer":
         """Return a tokenizer that knows one word more, as one token, or as so many.
