@@ -1,8 +1,8 @@
 """Build LoRA files into a model: ``python -m course.lora SOURCE FOLDER FILE[=SCALE] …``.
 
-The command adds them to the model SOURCE, a folder in diffusers' format or a Hub id, and writes a
-folder that diffusers loads on PyTorch as well. Sums are made in float32, and saved in the dtype
-that the model's files have.
+The command adds them to the model SOURCE, which may be Stable Diffusion 1, 2, XL or FLUX.2-klein,
+a folder in diffusers' format or a Hub id, and writes a folder that diffusers loads on PyTorch as
+well. Sums are made in float32, and saved in the dtype that the model's files have.
 """
 
 import argparse
@@ -11,14 +11,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from course import sd
 from course.commands import check_room, finite, make_parser, run, writing_to
 from course.convert import DTYPES, saved_size
-from course.model.files import read_safetensors, stored_dtypes
-from course.model.lora import merge
-from course.sd.lora import read_lora
+from course.families import find_code
+from course.model.files import read_safetensors
+from course.model.lora import check_scale, merge_stored
 from course.sd.words import word_file
-from helpers import find_model
+from helpers.models import find_model
 
 
 def file_and_scale(argument: str) -> tuple[Path, float]:
@@ -45,10 +44,14 @@ def build_in(options: argparse.Namespace) -> None:
 
 def _build_into(folder: Path, source: Path, options: argparse.Namespace) -> None:
     """Write the model with the LoRA files in it."""
-    params, config, _ = sd.load(source, variant=options.variant)
+    code = find_code(source)
+    config = code.read_config(source)
+    params = code.read_files(source, config, options.variant)
+    loras = []
     for file, scale in options.loras:
-        lora = read_lora(file, params, config)
-        params = merge(params, lora, scale)
+        lora = code.read_lora(file, code.parameter_shapes(config), config)
+        check_scale(scale)
+        loras.append((lora, scale))
         counts = " and ".join(f"{len(pairs)} weights of {part}" for part, pairs in lora.items())
         print(f"Added {file}, {scale} times, to {counts}.")
         if word_file(file).exists():
@@ -56,12 +59,9 @@ def _build_into(folder: Path, source: Path, options: argparse.Namespace) -> None
                 f"The new word in {word_file(file)} is not a part of what is written: load it "
                 "where you draw."
             )
-    if options.dtype:
-        dtype = jnp.dtype(options.dtype)
-    else:
-        dtype = stored_dtypes(source, params, options.variant)
+    dtype = options.dtype and jnp.dtype(options.dtype)
     check_room(folder, saved_size(params, dtype))
-    sd.save(params, source, folder, dtype)
+    code.save(merge_stored(params, loras, dtype), source, folder, dtype)
     print(f"Wrote {folder}.")
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -10,8 +11,10 @@ from safetensors.numpy import load_file, save_file
 import course.convert
 import course.lora
 import helpers.models
-from course import sd
-from course.model.files import stack_layers, to_files
+from course import flux2, sd
+from course.flux2 import convert as flux2_convert
+from course.model.files import stack_layers, to_channels_first, to_files, unstack_layers
+from course.model.singles import Layout
 from course.sd import convert
 from helpers import bundled_checkpoint
 from tests.makers import common
@@ -34,7 +37,23 @@ def configurations():
 def test_names_of_the_original_layout_are_those_that_diffusers_reads(configurations, model):
     for part, names in common.read_json("original-names")[model].items():
         for name, expected in names.items():
-            assert list(convert.original_name(part, name, configurations[model])) == expected
+            theirs, rows = convert.original_name(part, name, configurations[model])
+            assert [theirs, rows and rows.taken[0]] == expected
+
+
+def test_names_and_rows_of_flux2_are_those_that_diffusers_reads(small_flux2):
+    _, config, _ = small_flux2
+    recorded = common.read_json("klein/recorded")["rows"]
+    for part, names in (("transformer", "original"), ("vae", "comfy")):
+        shapes = unstack_layers(flux2.parameter_shapes(config)[part])
+        unread = [name for name in shapes if name.startswith("bn.")]  # by diffusers' function
+        assert recorded[part].keys() == shapes.keys() - set(unread)
+        for name, expected in recorded[part].items():
+            theirs, rows = flux2_convert.name_in_layout(Layout("", names), part, name, config)
+            count = to_channels_first(name, np.empty(shapes[name].shape, np.int8)).shape[0]
+            taken = np.arange(rows.whole(count) if rows else count)
+            taken = rows.take(taken) if rows else taken
+            assert [theirs, taken[0], taken[count // 2]] == expected
 
 
 def write_single_file(params, config, file):
@@ -54,6 +73,73 @@ def test_a_single_file_in_the_original_layout_is_converted(models, name, tmp_pat
     run_command(course.convert, file, tmp_path / "new", "--like", SOURCES[name])
     assert f"unet {len(params['unet'])}" in capsys.readouterr().out
     assert make.is_same(sd.load(tmp_path / "new")[0], params)
+
+
+def read_all(folder):
+    """All parameters in the files of a folder, by their parts and names."""
+    code = flux2 if (folder / "transformer").is_dir() else sd
+    return code.read_files(folder, code.read_config(folder))
+
+
+def is_same_model(folder, other):
+    """Whether two folders have the same parameters."""
+    found, expected = read_all(folder), read_all(other)
+    for part, values in expected.items():
+        for name, value in values.items():
+            if not np.array_equal(found[part][name], value) and name != "lm_head.weight":
+                return False
+    return found.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("model", ["sd", "flux2"])
+def test_a_folder_becomes_single_files_and_a_folder_again(
+    folder, flux2_folder, model, tmp_path, capsys
+):
+    source = flux2_folder if model == "flux2" else folder
+    files, new = tmp_path / "files", tmp_path / "new"
+    run_command(course.convert, source, files)
+    arguments = [files / "model.safetensors"]
+    if model == "flux2":
+        arguments = [files / "transformer.safetensors", "--vae", files / "vae.safetensors"]
+        arguments += ["--text-encoder", files / "text_encoder.safetensors"]
+    assert {file.name for file in files.iterdir()} == {
+        Path(x).name for x in arguments if str(x).startswith(str(files))
+    }
+    run_command(course.convert, arguments[0], new, *arguments[1:], "--like", source)
+    assert "with so many parameters" in capsys.readouterr().out
+    assert is_same_model(new, source)
+    code = flux2 if model == "flux2" else sd
+    _, config, tokenize = code.load(new)
+    assert config == code.read_config(source)
+    _, _, before = code.load(source)
+    assert jax.tree.all(jax.tree.map(np.array_equal, tokenize(["a star"]), before(["a star"])))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([SD, "out", "--vae", SD], "is a whole model, to which --vae adds nothing"),
+        (["model.safetensors", "out"], "has no configuration: give a model of the same kind by"),
+    ],
+)
+def test_options_that_say_nothing_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run_command(course.convert, *arguments, status=1)
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_for_stable_diffusion_are_refused_for_flux2(flux2_folder, tmp_path, capsys):
+    run_command(course.convert, flux2_folder, tmp_path / "files")
+    file = tmp_path / "files" / "transformer.safetensors"
+    for option, message in {
+        "--text-encoder-2": "is a model without text_encoder_2: leave that option out",
+        "--prediction=epsilon": "predicts velocities: leave out --prediction",
+    }.items():
+        more = [option, file] if option.endswith("2") else [option]
+        others = ["--vae", flux2_folder, "--text-encoder", flux2_folder, "--like", flux2_folder]
+        run_command(course.convert, file, tmp_path / "new", *more, *others, status=1)
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import course.lora
-from course import sd
+from course import flux2, sd
 from course.model.files import to_channels_first, unstack_layers
 from course.model.lora import attach, merge
 from course.sd import convert, lora
@@ -32,8 +32,14 @@ LORAS = {
     "diffusers": BUNDLED / "blue-for-red.safetensors",
     "kohya": BUNDLED / "star-for-heart.safetensors",
     "xl": common.FIXTURES / "lora-random-xl.safetensors",
+    "klein": common.FIXTURES / "klein" / "lora.safetensors",  # python -m tests.makers.klein
 }
-ARCHITECTURES = {"diffusers": "shapes-sd", "kohya": "shapes-sd", "xl": "shapes-sdxl"}
+ARCHITECTURES = {
+    "diffusers": "shapes-sd",
+    "kohya": "shapes-sd",
+    "xl": "shapes-sdxl",
+    "klein": "small-flux2",
+}
 # With which of these diffusers drew, at which scales.
 BOTH = {"diffusers": 0.7, "kohya": 0.9}
 MIXTURES = [{"diffusers": 1.0}, {"diffusers": 0.5}, {"kohya": 0.8}, BOTH, {"xl": 1.0}]
@@ -45,11 +51,21 @@ def recorded():
 
 
 @pytest.fixture(scope="module")
-def loras(models):
+def all_models(models, small_flux2):
+    return models | {"small-flux2": small_flux2}
+
+
+def code_of(name):
+    """The code for the model of a LoRA."""
+    return flux2 if name == "klein" else sd
+
+
+@pytest.fixture(scope="module")
+def loras(all_models):
     found = {}
     for name, file in LORAS.items():
-        params, config, _ = models[ARCHITECTURES[name]]
-        found[name] = lora.read_lora(file, params, config)
+        params, config, _ = all_models[ARCHITECTURES[name]]
+        found[name] = code_of(name).read_lora(file, params, config)
     return found
 
 
@@ -95,20 +111,35 @@ def test_loras_give_pytorchs_image_merged_and_beside_the_weights(
 
 
 @pytest.mark.parametrize("name", LORAS)
-def test_a_lora_is_taken_out_again_to_rounding(models, loras, name):
-    params = models[ARCHITECTURES[name]][0]
+def test_a_lora_is_taken_out_again_to_rounding(all_models, loras, name):
+    params = all_models[ARCHITECTURES[name]][0]
     back = merge(merge(params, loras[name], 0.8), loras[name], -0.8)
     for value, before in zip(jax.tree.leaves(back), jax.tree.leaves(params), strict=True):
         assert np.abs(value - before).max() <= 2e-7 * max(1, np.abs(before).max())
 
 
 @pytest.mark.parametrize("name", LORAS)
-def test_a_lora_that_is_saved_is_read_again(models, loras, name, tmp_path):
-    params, config, _ = models[ARCHITECTURES[name]]
-    lora.save_lora(tmp_path / "new" / "lora.safetensors", loras[name], config, np.float32)
-    assert make.is_same(
-        lora.read_lora(tmp_path / "new" / "lora.safetensors", params, config), loras[name]
-    )
+def test_a_lora_that_is_saved_is_read_again(all_models, loras, name, tmp_path):
+    params, config, _ = all_models[ARCHITECTURES[name]]
+    code = code_of(name)
+    code.save_lora(tmp_path / "new" / "lora.safetensors", loras[name], config, np.float32)
+    found = code.read_lora(tmp_path / "new" / "lora.safetensors", params, config)
+    assert make.is_same(found, loras[name])
+
+
+def test_loras_for_flux2_are_merged_and_beside_the_weights_together(all_models, loras):
+    params, config, tokenize = all_models["small-flux2"]
+    pairs = loras["klein"]
+    run = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
+
+    def draw(params):
+        noise = common.made_up_input("noise", 1, 15, 32)
+        return 255 * run(params, config, *tokenize(["a star"]), noise, 24, 40, steps=2)
+
+    without = draw(params)
+    merged = draw(merge(merge(params, pairs, 0.5), pairs, -0.2))
+    assert np.abs(merged - without).max() > 1, "one cannot see the LoRA"
+    assert np.abs(draw(attach(attach(params, pairs, 0.5), pairs, -0.2)) - merged).max() < 0.01
 
 
 def test_kohyas_files_for_xl_may_name_the_unet_as_the_original_layout_does(models, loras, tmp_path):
@@ -129,6 +160,27 @@ def test_kohyas_files_for_xl_may_name_the_unet_as_the_original_layout_does(model
 
 def run_command(*arguments):
     assert course.lora.main([*map(str, arguments)]) == 0
+
+
+def test_the_command_merges_files_into_a_folder_of_flux2(
+    all_models, loras, flux2_folder, tmp_path, capsys
+):
+    run_command(flux2_folder, tmp_path, f"{LORAS['klein']}=0.7", f"{LORAS['klein']}=-0.2")
+    said = capsys.readouterr().out
+    assert "-0.2 times, to 2 weights of text_encoder and 12 weights of transformer" in said
+    params, config, _ = all_models["small-flux2"]
+    expected = merge(merge(params, loras["klein"], 0.7), loras["klein"], -0.2)
+    found, new_config, _ = flux2.load(tmp_path, np.float32)
+    assert new_config == config
+    for value, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(value - other).max() < 1e-6
+    # What no image depends on is there as before, for programs that want it.
+    before = flux2.read_files(flux2_folder, config)
+    after = flux2.read_files(tmp_path, config)
+    for part, values in before.items():
+        assert after[part].keys() == values.keys()
+    unused = "model.layers.7.mlp.up_proj.weight"
+    assert np.array_equal(before["text_encoder"][unused], after["text_encoder"][unused])
 
 
 def test_the_command_merges_files_into_a_folder(models, loras, folder, tmp_path, capsys):
@@ -193,7 +245,7 @@ REFUSALS = {
     "no LoRA": (lambda tensors: {BIAS: np.zeros(3, np.float32)}, "fit nothing .*: conv_in.bias"),
     "of a model with other widths": (
         other_widths,
-        r"lora_A.weight and its other half for .*: get one made for it",
+        r"lora_A.weight and its other half for .*\. Get one made for it",
     ),
     "halves that do not fit each other": (
         only_first_halves_cut,

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 import tomllib
 import warnings
@@ -19,14 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 from safetensors.numpy import load_file
 from transformers import CLIPTokenizer
 
 import course.convert
 import helpers.models
 from course import flux2, sd
+from course.flux2 import convert as flux2_convert
+from course.flux2 import lora as flux2_lora
 from course.model.files import stack_layers, to_files, unstack_layers
-from course.model.lora import save_pairs
+from course.model.lora import flat_name, save_pairs
+from course.model.singles import Layout, to_single
 from course.sd import convert, lora, words
 from course.sd.clip import EMBEDDINGS
 from helpers import bundled_checkpoint, find_model
@@ -37,6 +42,7 @@ SD = Path(bundled_checkpoint("shapes-sd").source)
 XL = Path(bundled_checkpoint("shapes-sdxl").source)
 STRANGERS = common.FIXTURES / "strangers"
 NEWEST = common.FIXTURES / "newest"
+KLEIN = common.FIXTURES / "klein"  # python -m tests.makers.klein
 KOHYA = SD.parent / "loras" / "star-for-heart.safetensors"
 PEFT = SD.parent / "loras" / "blue-for-red.safetensors"
 UNET = "unet/diffusion_pytorch_model"
@@ -49,7 +55,9 @@ for group in tomllib.loads(LIST.read_text(encoding="utf-8"))["groups"]:
 class Bench:
     """What a case works with: the models, the tensors of their single files, and a folder."""
 
-    def __init__(self, models, singles, folder, place):
+    def __init__(self, models, singles, folder, small_flux2, flux2_folder, place):
+        self.klein_params, self.klein_config, _ = small_flux2
+        self.klein_folder = flux2_folder
         self.params, self.config, self.tokenize = models["shapes-sd"]
         self.xl_params, self.xl_config, self.xl_tokenize = models["shapes-sdxl"]
         self.sd2_config = dataclasses.replace(
@@ -83,14 +91,33 @@ class Bench:
 
     def adds(self, file, products):
         """Read a LoRA, and compare what its layers add to a vector of ones."""
-        found = self.lora(file)
+        of_parts = {}
         for layer, expected in products.items():
             part = "text_encoder" if layer.startswith("text_model") else "unet"
-            of_layers = {}
-            for weight, pair in found[part].items():
-                of_layers |= unstack_layers({weight: pair.product})
-            added = np.asarray(of_layers[f"{layer}.weight"]).sum(axis=0)
-            np.testing.assert_allclose(added, expected, rtol=1e-4, atol=1e-5)
+            of_parts[f"{part}.{layer}"] = expected
+        assert_adds(self.lora(file), of_parts)
+
+    def klein_lora(self, file):
+        return flux2.read_lora(file, self.klein_params, self.klein_config)
+
+    def klein_files(self, layouts):
+        """The tensors of files of FLUX.2, for each part."""
+        found = {}
+        for part, values in flux2.read_files(self.klein_folder, self.klein_config).items():
+            found[part] = to_single(
+                values, layouts[part], part, flux2_convert.NAMING, self.klein_config
+            )
+        return found
+
+    def klein_single(self, tensors, **others):
+        """Read a file of FLUX.2 with these tensors, and compare it with the model."""
+        file = make.save(tensors, self.file)
+        found = flux2.read_single_file(file, self.klein_config, **others)
+        whole = flux2.read_files(self.klein_folder, self.klein_config)
+        for part, values in whole.items():
+            assert found[part].keys() == values.keys() - {"lm_head.weight"}
+            for name, value in found[part].items():
+                assert np.array_equal(value, values[name]), name
 
     def word(self, tensors, name="cat-toy.safetensors", xl=False, **options):
         """Read a file with a word, and return the model's tables, and a function for prompts."""
@@ -100,6 +127,22 @@ class Bench:
         else:
             model = self.params, self.config, self.tokenize
         return words.read_embedding(file, *model, **options)
+
+
+def assert_adds(found, products):
+    """Compare what layers of a LoRA add to a vector of ones, by part and name, with PyTorch's."""
+    of_layers = {}
+    for part, pairs in found.items():
+        for weight, pair in pairs.items():
+            for name, product in unstack_layers({weight: pair.product}).items():
+                of_layers[f"{part}.{name.removesuffix('.weight')}"] = product
+    for layer, expected in products.items():
+        added = np.asarray(of_layers[layer]).sum(axis=0)
+        np.testing.assert_allclose(added, expected, rtol=1e-4, atol=1e-5)
+
+
+def read_klein():
+    return common.read_json("klein/recorded")
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +155,8 @@ def singles(models):
 
 
 @pytest.fixture
-def bench(models, singles, folder, tmp_path):
-    return Bench(models, singles, folder, tmp_path)
+def bench(models, singles, folder, small_flux2, flux2_folder, tmp_path):
+    return Bench(models, singles, folder, small_flux2, flux2_folder, tmp_path)
 
 
 def without(tensors, *beginnings):
@@ -136,7 +179,7 @@ def try_ema(bench):
 
 
 def try_short_text(bench):
-    layouts = {"text_encoder": convert.Layout(convert.TEXT_1, "short")}
+    layouts = {"text_encoder": Layout(convert.TEXT_1, "short")}
     bench.single(make.single_file(bench.params, bench.config, layouts))
 
 
@@ -144,7 +187,7 @@ def try_sd2(bench):
     tensors = make.single_file(bench.params, bench.sd2_config)
     assert any(name.startswith("cond_stage_model.model.") for name in tensors)
     bench.single(tensors, bench.sd2_config)
-    layouts = {"text_encoder": convert.Layout("conditioner.embedders.0.model.", "open_clip")}
+    layouts = {"text_encoder": Layout("conditioner.embedders.0.model.", "open_clip")}
     bench.single(make.single_file(bench.params, bench.sd2_config, layouts), bench.sd2_config)
 
 
@@ -210,7 +253,7 @@ def try_xl_v(bench):
 def try_diffusers_names(bench):
     layouts = {}
     for part in ("unet", "vae", "text_encoder"):
-        layouts[part] = convert.Layout(f"{part}.", "diffusers")
+        layouts[part] = Layout(f"{part}.", "diffusers")
     bench.single(make.single_file(bench.params, bench.config, layouts))
 
 
@@ -225,7 +268,7 @@ def try_other_prefixes(bench):
                 {other: values for other, values in params.items() if other != part}, config
             )
             for prefix, names in itertools.product(convert.PREFIXES[part], convert.NAMES[part]):
-                layouts = {part: convert.Layout(prefix, names)}
+                layouts = {part: Layout(prefix, names)}
                 tensors = others | make.single_file(alone, config, layouts)
                 bench.single(tensors, config, params)
         for wrapper in ("module.", "_orig_mod.", "state_dict."):
@@ -237,7 +280,7 @@ def try_other_vae(bench):
     zeros = jax.tree.map(np.zeros_like, bench.params["vae"])
     expected = bench.params | {"vae": zeros}
     for names in convert.NAMES["vae"]:
-        layouts = {"vae": convert.Layout("", names)}
+        layouts = {"vae": Layout("", names)}
         alone = make.single_file({"vae": zeros}, bench.config, layouts)
         file = make.save(alone, bench.place / "vae.safetensors")
         bench.single(bench.singles["shapes-sd"], expected=expected, vae=file)
@@ -249,7 +292,7 @@ def try_other_vae(bench):
 def try_other_text(bench):
     zeros = jax.tree.map(np.zeros_like, bench.params["text_encoder"])
     for names in convert.NAMES["text_encoder"]:
-        layouts = {"text_encoder": convert.Layout("", names)}
+        layouts = {"text_encoder": Layout("", names)}
         alone = make.single_file({"text_encoder": zeros}, bench.config, layouts)
         file = make.save(alone, bench.place / "text.safetensors")
         expected = bench.params | {"text_encoder": zeros}
@@ -261,7 +304,7 @@ def try_no_vae(bench):
 
 
 def try_only_unet(bench):
-    layouts = {"unet": convert.Layout("", "diffusers")}
+    layouts = {"unet": Layout("", "diffusers")}
     alone = make.single_file({"unet": bench.params["unet"]}, bench.config, layouts)
     bench.single(alone, vae=bench.folder, text_encoder=bench.folder)
     bench.single(alone)
@@ -283,7 +326,7 @@ def try_edm(bench):
 def try_sd3_flux(bench):
     for name, kind in {
         "joint_blocks.0.x_block.attn.qkv.weight": "for Stable Diffusion 3",
-        "double_blocks.0.img_attn.qkv.weight": "for FLUX.1",
+        "double_blocks.0.img_mod.lin.weight": "for FLUX.1",
         "double_stream_modulation_img.lin.weight": "for FLUX.2",
         "model.diffusion_model.noise_refiner.0.attention.qkv.weight": "for Z-Image",
         "transformer_blocks.0.img_mod.1.weight": "for Qwen-Image",
@@ -493,6 +536,38 @@ def try_flux2(bench):
     assert make.is_same(flux2.load(copy)[0], params)
 
 
+def try_klein_files(bench):
+    parts = bench.klein_files(flux2_convert.RELEASED)
+    places = {part: make.save(parts[part], bench.place / part) for part in ("vae", "text_encoder")}
+    bench.klein_single(parts["transformer"], **places)
+    bench.klein_single(
+        parts["transformer"], vae=bench.klein_folder, text_encoder=bench.klein_folder
+    )
+    own = {part: Layout(f"{part}.", "diffusers") for part in parts}
+    for part, prefixes in flux2_convert.PREFIXES.items():
+        for prefix, names in itertools.product(prefixes, flux2_convert.NAMES[part]):
+            by_part = bench.klein_files(own | {part: Layout(prefix, names)})
+            bench.klein_single(dict(itertools.chain(*(x.items() for x in by_part.values()))))
+
+
+def try_klein_alone(bench):
+    bench.klein_single(bench.klein_files(flux2_convert.RELEASED)["transformer"])
+
+
+def try_klein_wrong(bench):
+    name = "double_blocks.0.img_attn.qkv.weight"
+    parts = bench.klein_files(flux2_convert.RELEASED)
+    others = {"vae": bench.klein_folder, "text_encoder": bench.klein_folder}
+    for tensors, message in (
+        (bench.singles["shapes-sd"], "has no transformer in it"),
+        ({"double_blocks.0.img_mod.lin.weight": np.zeros((3, 3))}, "is for FLUX.1: this model is"),
+        (parts["transformer"] | {"single_blocks.3.linear1.weight": np.zeros(3)}, "1 names too"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bench.klein_single(tensors, **others)
+    bench.klein_single(parts["transformer"] | {name: np.zeros((12288, 4096), np.float16)}, **others)
+
+
 def try_only_bin(bench):
     folder = bench.folder_copy()
     (folder / f"{UNET}.safetensors").rename(folder / f"{UNET}.bin")
@@ -581,7 +656,7 @@ def try_prefixes(bench):
                     elif is_other:
                         name = name.removeprefix("text_model.")
                     name = name.replace(".", "_") if prefix.endswith("_") else name
-                    return f"{prefix}{name}"
+                    return f"{prefix}{name}", None
 
                 save_pairs(bench.file, {part: pairs}, name_layer, np.float32)
                 assert make.is_same(bench.lora(bench.file, config, params), {part: pairs}), prefix
@@ -648,6 +723,110 @@ def try_other_model(bench):
         tensors = {"lora_unet_no_layer.alpha": np.ones((), np.float32)}
         bench.lora(make.save(tensors, bench.file, {"ss_base_model_version": "sd_v2"}))
     bench.lora(xl)
+
+
+# LoRA for FLUX.2.
+
+
+def try_klein_lora(bench):
+    assert_adds(bench.klein_lora(KLEIN / "lora.safetensors"), read_klein()["products"])
+
+
+# What diffusers, ComfyUI, ai-toolkit, OneTrainer, musubi-tuner, SimpleTuner, PEFT and PyTorch put
+# in front of a layer's name. "_" at the end means that the names have no dots.
+KLEIN_PREFIXES = {
+    "transformer": (
+        *("transformer.", "diffusion_model.", "model.diffusion_model.", "", "base_model.model."),
+        *("lora_unet_", "lora_transformer_", "lycoris_", "transformer.base_model.model."),
+        *("unet.", "module.", "_orig_mod."),
+    ),
+    "text_encoder": (
+        *("text_encoder.", "text_encoders.qwen3_4b.transformer.", "lora_te_", "lora_te1_"),
+        *("te1.", "base_model.model.", ""),
+    ),
+}
+
+
+def try_klein_names(bench):
+    expected = bench.klein_lora(KLEIN / "lora.safetensors")
+    products = read_klein()["products"]
+    for part, pairs in expected.items():
+        of_part = {name: x for name, x in products.items() if name.startswith(part)}
+        for prefix, is_other in itertools.product(KLEIN_PREFIXES[part], (False, True)):
+
+            def name_layer(layer, prefix=prefix, is_other=is_other):
+                """By the names of Black Forest Labs, or as transformers 5 has them."""
+                name, rows = layer.file_name, None
+                if is_other and layer.part == "transformer":
+                    name, rows = flux2_convert.name_transformer(name)
+                elif is_other:
+                    name = name.removeprefix("model.")
+                name = name.replace(".", "_") if prefix.endswith("_") else name
+                return f"{prefix}{name}", rows
+
+            save_pairs(bench.file, {part: pairs}, name_layer, np.float32)
+            assert_adds(bench.klein_lora(bench.file), of_part)
+    # All names that ComfyUI has, but those of layers that only FLUX.1 has.
+    known = flux2_lora.name_layers(bench.klein_params, bench.klein_config)
+    of_flux1 = re.compile(
+        r"norm1|single_.*(norm_linear|proj_out|to_[qkv]$)|_net_|proj_mlp|linear1_qkv|_mod_lin|_scale$"
+        r"|blocks_\d_modulation_lin|time_text_embed|controlnet|guidance|vector"
+    )
+    names = {flat_name(name) for name in read_klein()["comfyui"]}
+    names = {name for name in names if not of_flux1.search(name)}
+    assert len(names) > 100
+    assert not sorted(names - known.keys())
+
+
+def try_klein_unused(bench):
+    # Of eight layers of the text encoder, the last two do nothing for an image.
+    tensors = load_file(KLEIN / "lora.safetensors")
+    more = {}
+    for name, value in tensors.items():
+        if name.startswith("text_encoder.model.layers.0."):
+            more[name.replace("layers.0.", "layers.7.")] = value
+    assert more
+    with safetensors.safe_open(KLEIN / "lora.safetensors", "numpy") as opened:
+        metadata = opened.metadata()
+    file = make.save(tensors | more, bench.file, metadata)
+    assert make.is_same(bench.klein_lora(file), bench.klein_lora(KLEIN / "lora.safetensors"))
+
+
+# Some layers of a LoRA for other models: names, how much a layer reads, and how much it gives.
+OTHER_LORAS = {
+    "FLUX.1": [
+        ("lora_unet_double_blocks_0_img_attn_qkv", 3072, 9216),
+        ("lora_unet_double_blocks_0_img_mod_lin", 3072, 18432),
+    ],
+    "FLUX.2-klein-9B": [("diffusion_model.double_blocks.0.img_attn.qkv", 4096, 12288)],
+    "FLUX.2-dev": [("transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj", 6144, 55296)],
+    "Z-Image": [("diffusion_model.layers.0.attention.to_q", 3840, 3840)],
+    "Stable Diffusion XL": [
+        ("lora_unet_middle_block_1_transformer_blocks_0_attn2_to_k", 2048, 1280)
+    ],
+    "Stable Diffusion 1": [
+        ("unet.mid_block.attentions.0.transformer_blocks.0.attn2.to_k", 768, 1280)
+    ],
+}
+
+
+def save_other(file, model):
+    tensors = {}
+    for layer, inputs, outputs in OTHER_LORAS[model]:
+        tensors[f"{layer}.lora_down.weight"] = np.ones((1, inputs), np.float16)
+        tensors[f"{layer}.lora_up.weight"] = np.ones((outputs, 1), np.float16)
+    return make.save(tensors, file)
+
+
+def try_klein_other(bench):
+    for model in OTHER_LORAS:
+        with pytest.raises(ValueError, match=f"It was made for {model}: get one made for this"):
+            bench.klein_lora(save_other(bench.file, model))
+    for model in OTHER_LORAS:
+        if model.startswith("FLUX"):
+            with pytest.raises(ValueError, match=f"It was made for {model}: get one made for this"):
+                bench.lora(save_other(bench.file, model))
+    bench.lora(KLEIN / "lora.safetensors")
 
 
 # New words.

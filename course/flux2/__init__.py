@@ -1,7 +1,9 @@
 """FLUX.2-klein in plain JAX: functions of dictionaries of parameters."""
 
 from course.flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
-from course.flux2.folders import load, load_tokenizer
+from course.flux2.convert import read_single_file, to_single_files
+from course.flux2.folders import load, load_tokenizer, read_files, save
+from course.flux2.lora import read_lora, save_lora
 from course.flux2.parameters import (
     FULLY_SHARDED,
     TENSOR_PARALLEL,
@@ -51,10 +53,16 @@ __all__ = [
     "positions",
     "random_tokens",
     "read_config",
+    "read_files",
+    "read_lora",
+    "read_single_file",
+    "save",
+    "save_lora",
     "shardings",
     "shift_by_size",
     "split_tokens",
     "text_positions",
     "times",
+    "to_single_files",
     "velocity",
 ]

@@ -1,4 +1,4 @@
-"""Reading a model from a folder in diffusers' format."""
+"""Reading and writing a model in a folder in diffusers' format."""
 
 import functools
 from pathlib import Path
@@ -10,7 +10,19 @@ import jax.numpy as jnp
 from course.flux2.configs import Config, read_config
 from course.flux2.parameters import parameter_shapes
 from course.flux2.tokenizer import Tokenizer, read_tokenizer
-from course.model.files import check_dtype, find_inside, load_parts, stacked_name
+from course.model.files import (
+    Stored,
+    check_dtype,
+    check_readable,
+    find_inside,
+    load_parts,
+    read_parts,
+    read_settings,
+    save_parts,
+    stacked_name,
+    write_json,
+    write_settings,
+)
 from course.model.tokens import check_vocabulary
 
 
@@ -79,3 +91,42 @@ def _is_unread(config: Config, part: str, name: str) -> bool:
     if layer is None:
         return True
     return part == "text_encoder" and layer < config.text_encoder.num_hidden_layers
+
+
+def read_files(
+    folder: str | Path, config: Config, variant: str | None = None
+) -> dict[str, dict[str, Stored]]:
+    """Return all parameters in a folder, by the names in files. They stay on disk until used."""
+    is_unread = functools.partial(_is_unread, config)
+    return read_parts(Path(folder), parameter_shapes(config), variant, is_unread)
+
+
+def save(
+    params: dict[str, dict[str, Any]], source: str | Path, folder: str | Path, dtype: Any = None
+) -> None:
+    """Write a folder that PyTorch's diffusers loads, with parameters as safetensors.
+
+    Parameters
+    ----------
+    params : dict
+        As ``read_files`` or ``course.flux2.convert.read_single_file`` gives them, with what no
+        image depends on. What ``load`` gives lacks the last layers of the text encoder, which other
+        programs want.
+    source : str or Path
+        A folder in diffusers' format of the same model, for configurations and the tokenizer.
+    folder : str or Path
+        Where to write. What is there is replaced.
+    dtype : dtype or dict, optional
+        What to save the numbers in: one for all, or one for each part. By default they keep theirs.
+
+    Raises
+    ------
+    ValueError
+        If a number is too large for float16.
+    """
+    source, folder = Path(source), Path(folder)
+    check_readable(params)
+    index, texts = read_settings(source, params.keys())
+    write_settings(folder, texts)
+    write_json(folder / "model_index.json", index)
+    save_parts(params, folder, dtype)

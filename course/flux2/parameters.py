@@ -45,6 +45,18 @@ def parameter_shapes(
     return {part: declared_shapes(each, dtype) for part, each in declared.items()}
 
 
+def whole_shapes(
+    config: Config, dtype: Any = jnp.bfloat16
+) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """Return the shapes of all parameters and of those that no image depends on.
+
+    Other programs want the whole text encoder.
+    """
+    text = text_parameters(config.text_encoder, config.text_encoder.num_hidden_layers)
+    text["model.norm.weight"] = Parameter((config.text_encoder.hidden_size,), (None,))
+    return parameter_shapes(config, dtype) | {"text_encoder": declared_shapes(text, dtype)}
+
+
 def shardings(
     config: Config, mesh: Mesh, rules: Mapping[str, str]
 ) -> dict[str, dict[str, NamedSharding]]:

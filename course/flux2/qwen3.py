@@ -25,8 +25,11 @@ EMBEDDINGS = "model.embed_tokens.weight"
 LAYERS = "model.layers"
 
 
-def text_parameters(config: TextConfig) -> dict[str, Parameter]:
-    """Return shapes and logical axes of the parameters by name: of the layers that are used."""
+def text_parameters(config: TextConfig, depth: int | None = None) -> dict[str, Parameter]:
+    """Return shapes and logical axes of the parameters by name: of the layers that are used.
+
+    ``depth`` says of how many layers instead.
+    """
     width = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
@@ -43,7 +46,7 @@ def text_parameters(config: TextConfig) -> dict[str, Parameter]:
     layer |= within("mlp.down_proj", matrix_parameters(wide, width, ("mlp", "embed")))
     return {
         EMBEDDINGS: Parameter((config.vocab_size, width), ("vocabulary", "embed")),
-        **stack_parameters(LAYERS, config.read_layers[-1], layer),
+        **stack_parameters(LAYERS, depth or config.read_layers[-1], layer),
     }
 
 

@@ -4,6 +4,7 @@ Latents have fewer pixels than an image, an eighth of its height and width with 
 few channels. What a model makes of them, numbers of variance 1 or tokens, is its own.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,15 @@ from course.model.layers import (
 )
 
 EPSILON = 1e-6  # of all group norms
+
+# What the original release calls the layers of an attention.
+ORIGINAL_ATTENTION = {
+    "group_norm": "norm",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+}
 
 
 @dataclass(frozen=True)
@@ -190,3 +200,26 @@ def _middle(p: dict, name: str, x: jax.Array, groups: int, attention: str | Call
     y = attend(p, layer, y, key, value, attention)
     x += y.reshape(x.shape)
     return residual(p, f"{name}.resnets.1", x, groups, EPSILON)
+
+
+def name_original(name: str, config: AutoencoderConfig) -> str:
+    """Return what a parameter is called in the files that Stable Diffusion was released in.
+
+    >>> name_original("decoder.mid_block.resnets.0.conv1.bias", AutoencoderConfig())
+    'decoder.mid.block_1.conv1.bias'
+    """
+    if match := re.fullmatch(r"(.+\.)mid_block\.resnets\.(\d+)\.(.+)", name):
+        part, n, rest = match.groups()
+        name = f"{part}mid.block_{int(n) + 1}.{rest}"
+    elif match := re.fullmatch(r"(.+\.)mid_block\.attentions\.0\.(.+)\.(\w+)", name):
+        part, layer, kind = match.groups()
+        name = f"{part}mid.attn_1.{ORIGINAL_ATTENTION[layer]}.{kind}"
+    elif match := re.fullmatch(r"(.+\.)(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(.+)", name):
+        part, way, level, list_name, n, rest = match.groups()
+        if way == "up":  # their levels count from the image on, on both ways
+            level = len(config.block_out_channels) - 1 - int(level)
+        if list_name == "resnets":
+            name = f"{part}{way}.{level}.block.{n}.{rest}"
+        else:
+            name = f"{part}{way}.{level}.{way}sample.{rest}"
+    return name.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")

@@ -9,13 +9,12 @@ becomes (in, out).
 
 import functools
 import json
-import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +40,23 @@ PARAMETER_FILE = re.compile(
 )
 WITH_VARIANT = re.compile(r"(?:diffusion_pytorch_)?model\.([^.]+?)(?:-\d+-of-\d+)?\.safetensors")
 
+# What the folder of a tokenizer may have, besides its settings.
+TOKENIZER_FILES = (
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
 # What parameters of CLIP begin with in files of transformers 5, which leaves out "text_model.".
 SHORT_NAME = re.compile(r"embeddings\.(token|position)|encoder\.layers\.|final_layer_norm\.")
 # Names in a VAE's attention, as in Flax and in files from before 2023, and what they are now.
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+
+# What PyTorch's and PEFT's wrappers around a model put into the name of a layer. It says nothing.
+WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:base_model\.model|module|_orig_mod)\.")
 
 # Layers that are equal but for their numbers. A file has each of them by its number, and a model
 # has them as one array, with "*" in place of the number and a first axis for the layers.
@@ -227,6 +239,43 @@ class Stored:
         return Stored(shape, self.dtype, lambda: function(self.read()))
 
 
+class Rows(NamedTuple):
+    """Where a parameter is in an array of a file: in some of so many equal pieces of its rows.
+
+    Files may have several matrices as one, one below the other, or the same in another order.
+
+    >>> Rows(3, (1,)).take(np.arange(6))
+    array([2, 3])
+    >>> Rows(2, (1, 0)).take(np.arange(6))
+    array([3, 4, 5, 0, 1, 2])
+    """
+
+    pieces: int
+    taken: tuple[int, ...]  # which of them the parameter is, from 0 on, in its own order
+
+    def take(self, value: np.ndarray, axis: int = 0) -> np.ndarray:
+        """Return the parameter, whose rows are on that axis. The pieces have to divide it."""
+        pieces = np.split(value, self.pieces, axis)
+        taken = [pieces[n] for n in self.taken]
+        return taken[0] if len(taken) == 1 else np.concatenate(taken, axis)
+
+    def whole(self, size: int) -> int:
+        """Return how many rows the array has, if the parameter has so many."""
+        return size // len(self.taken) * self.pieces
+
+    def put(self, value: np.ndarray, axis: int = 0) -> np.ndarray:
+        """Return the array with the parameter in its rows, and zeros in the others.
+
+        >>> Rows(3, (1,)).put(np.array([2, 3]))
+        array([0, 0, 2, 3, 0, 0])
+        """
+        own = np.split(value, len(self.taken), axis)
+        pieces = [np.zeros_like(own[0])] * self.pieces
+        for n, piece in zip(self.taken, own, strict=True):
+            pieces[n] = piece
+        return np.concatenate(pieces, axis)
+
+
 def read_safetensors(file: str | Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Read what the header of a safetensors file says, and leave the numbers on disk.
 
@@ -388,7 +437,8 @@ def to_channels_last(name: str, value: np.ndarray) -> np.ndarray:
 def to_channels_first(name: str, value: np.ndarray | jax.Array | Stored) -> np.ndarray:
     """Return a parameter with its axes in PyTorch's order in place of ours."""
     value = np.asarray(value)
-    return np.ascontiguousarray(value.transpose(np.argsort(_axes_of_pytorch(name, value.ndim))))
+    axes = np.argsort(_axes_of_pytorch(name, value.ndim))
+    return np.asarray(value.transpose(axes), order="C")
 
 
 # Layers, stacked in a model and single in files.
@@ -616,6 +666,29 @@ def check_dtype(dtype: Any) -> np.dtype:
     return dtype
 
 
+def read_parts(
+    folder: Path,
+    shapes: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
+    variant: str | None = None,
+    is_unread: Callable[[str, str], bool] | None = None,
+) -> dict[str, dict[str, Stored | np.ndarray]]:
+    """Return the parameters in a folder in diffusers' format, by the names in files.
+
+    Names and shapes are compared with those that a model needs. What files may have besides, as of
+    ``load_parts``, is in the result, too.
+    """
+    stored = {}
+    for part, needed in shapes.items():
+        single = unstack_layers(needed)
+        stored[part] = read_part(find_inside(folder, part), variant)
+        read = {}
+        for name, value in stored[part].items():
+            if name in single or is_unread is None or not is_unread(part, name):
+                read[name] = value
+        check_part(folder / part, read, single)
+    return stored
+
+
 def load_parts(
     folder: Path,
     shapes: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
@@ -646,20 +719,13 @@ def load_parts(
     FileNotFoundError, ValueError
         If something is missing, damaged, or not what the configuration means.
     """
-    stored = {}
-    for part, needed in shapes.items():
-        single = unstack_layers(needed)
-        stored[part] = {}
-        for name, value in read_part(find_inside(folder, part), variant).items():
-            if name in single or is_unread is None or not is_unread(part, name):
-                stored[part][name] = value
-        check_part(folder / part, stored[part], single)
-
     params = {}
-    for part, values in stored.items():
+    for part, values in read_parts(folder, shapes, variant, is_unread).items():
         params[part] = {}
         # In the order of the file, with all layers of a stacked parameter where the first one is.
         for name in dict.fromkeys(stacked_name(name)[0] for name in values):
+            if name not in shapes[part]:
+                continue
             value = _gather_layers(values, name, shapes[part][name])
             where = sharding[part][name] if isinstance(sharding, dict) else sharding
             placed = jax.device_put(value, where)
@@ -680,19 +746,6 @@ def _gather_layers(
     return value
 
 
-def stored_dtypes(
-    folder: str | Path, parts: Iterable[str], variant: str | None = None
-) -> dict[str, Any]:
-    """Return in which dtype the files of a folder have each part: that of most of its numbers."""
-    dtypes = {}
-    for part in parts:
-        sizes = {}
-        for value in read_part(find_inside(Path(folder), part), variant).values():
-            sizes[value.dtype] = sizes.get(value.dtype, 0) + math.prod(value.shape)
-        dtypes[part] = max(sizes, key=sizes.get)
-    return dtypes
-
-
 def to_files(parameters: Mapping[str, Any], dtype: Any = None) -> dict[str, np.ndarray]:
     """Return a part's parameters as files have them: single layers, and PyTorch's order of axes.
 
@@ -705,19 +758,100 @@ def to_files(parameters: Mapping[str, Any], dtype: Any = None) -> dict[str, np.n
     """
     tensors = {}
     for name, value in unstack_layers(parameters).items():
-        tensors[name] = _cast(name, to_channels_first(name, value), dtype)
+        tensors[name] = cast(name, to_channels_first(name, value), dtype)
     return tensors
 
 
-def _cast(name: str, value: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return an array in a dtype, or as it is if that is None."""
-    if dtype is None or value.dtype == dtype:
+def cast(name: str, value: np.ndarray, dtype: Any) -> np.ndarray:
+    """Return an array of floats in a dtype, or as it is if that is None.
+
+    ``name`` is for the message.
+    """
+    if dtype is None or value.dtype == dtype or str(value.dtype) not in FLOATS.values():
         return value
     with np.errstate(over="ignore"):
-        cast = value.astype(dtype)
-    if not np.isfinite(np.float32(cast)).all() and np.isfinite(np.float32(value)).all():
+        changed = value.astype(dtype)
+    if not np.isfinite(np.float32(changed)).all() and np.isfinite(np.float32(value)).all():
         raise ValueError(
             f"{name} has numbers up to {np.abs(np.float32(value)).max():.3g}, too large for "
             f"{jnp.dtype(dtype).name}: choose bfloat16 or float32."
         )
-    return cast
+    return changed
+
+
+def read_settings(
+    source: Path, parts: Collection[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, bytes]]]:
+    """Return what a folder in diffusers' format has besides parameters.
+
+    Parameters
+    ----------
+    source : Path
+    parts : collection of str
+        Which of the parts that have parameters are wanted.
+
+    Returns
+    -------
+    index : dict
+        What ``model_index.json`` says. Parts that are not wanted are empty, as diffusers has it.
+    texts : dict of dict
+        For each part, a tokenizer or the scheduler, its files by their names.
+    """
+    index = read_json(find_inside(source, "model_index.json"))
+    texts = {}
+    for name, value in index.items():
+        if not isinstance(value, list):  # a name that begins with "_", or an option
+            continue
+        if name not in parts and not name.startswith(("tokenizer", "scheduler")):
+            index[name] = [None, None]
+            continue
+        if not PART_NAME.fullmatch(name):
+            raise ValueError(
+                f"{source} has a part called {name!r}: names of parts have small letters, digits "
+                "and _ alone, so get the folder from a source that you trust."
+            )
+        folder = find_inside(source, name)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{folder} is missing: give a whole folder in diffusers' format."
+            )
+        texts[name] = {}
+        for file in sorted(file.name for file in folder.iterdir()):
+            if file.endswith((".json", ".txt", ".jinja")) and ".index" not in file:
+                texts[name][file] = find_inside(folder, file).read_bytes()
+    return index, texts
+
+
+def write_settings(folder: Path, texts: Mapping[str, Mapping[str, bytes]]) -> None:
+    """Write what ``read_settings`` gives for each part, in place of what the folder has."""
+    for name, files in texts.items():
+        place = find_inside(folder, name)
+        for file, data in files.items():
+            write_bytes(place / file, data)
+        for file in TOKENIZER_FILES:
+            if file not in files:
+                (place / file).unlink(missing_ok=True)  # of the model that was there before
+
+
+def check_readable(params: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if arrays that lie in files have bad numbers, before any is written."""
+    for values in params.values():
+        for value in values.values():
+            if isinstance(value, Stored):
+                value.read()
+
+
+def save_parts(params: Mapping[str, Mapping[str, Any]], folder: Path, dtype: Any = None) -> None:
+    """Write the parameters of a model into a folder in diffusers' format, in place of what it has.
+
+    ``dtype`` is what to save them in, one for all or one for each part; by default they keep
+    theirs.
+    """
+    for part, values in params.items():
+        wanted = dtype.get(part) if isinstance(dtype, dict) else dtype
+        stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
+        written = find_inside(folder, part) / f"{stem}.safetensors"
+        write_safetensors(written, to_files(values, wanted))
+        for file in written.parent.iterdir():  # parameters of the model that was there before
+            if file != written and PARAMETER_FILE.fullmatch(file.name):
+                file.unlink()

@@ -5,10 +5,11 @@ Diffusion. Everything else is here: how files write the two matrices and their s
 of files are no LoRA, and adding a LoRA to a model's weights or putting it beside them.
 """
 
+import functools
 import math
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,17 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from course.model.files import (
+    WRAPPERS,
+    Rows,
     Stored,
+    cast,
     check_finite,
     check_numbers,
     names_in_files,
     parse_json,
     read_json,
     read_safetensors,
+    stacked_name,
     to_channels_first,
     to_channels_last,
     write_safetensors,
 )
+from course.model.kinds import made_for
 from course.model.quantize import Quantized
 
 
@@ -80,19 +86,9 @@ OTHER_ADAPTERS = {
     r"\.lora_(B|up)(\.\w+)?\.bias$": "LoRA with biases",
     r"^bundle_emb\.": "a LoRA with new words in the same file",
 }
-# For which models files with such keys are made.
-MADE_FOR = {
-    "double_blocks": "Flux",
-    "joint_": "Stable Diffusion 3",
-    "lora_te2_": "Stable Diffusion XL",
-    "text_encoder_2.": "Stable Diffusion XL",
-}
-
 PEFT_PREFIX = "base_model.model."
 PEFT_CONFIG = "adapter_config.json"
-# What PyTorch's and PEFT's wrappers around a model put into the name of a layer, and what programs
-# put in front of it. Neither says anything.
-WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:base_model\.model|module|_orig_mod)\.")
+# What programs put in front of the name of a layer, which says nothing.
 HEADS = ("lora_", "lycoris_")
 
 
@@ -103,6 +99,22 @@ class Layer(NamedTuple):
     name: str  # of the parameter
     number: int | None  # of the layer, if layers are stacked
     file_name: str  # what files of diffusers call the layer
+
+
+class Piece(NamedTuple):
+    """What a layer of a file is in a model: a layer, or one of several that the file has as one."""
+
+    layer: Layer
+    rows: Rows | None = None  # those of the file's layer that are this one; None: all of them
+
+
+class Keys(NamedTuple):
+    """What a file has for a layer: the keys of its arrays, "" where there is none."""
+
+    down: str = ""
+    up: str = ""
+    alpha: str = ""
+    rows: Rows | None = None  # as of ``Piece``
 
 
 def model_layers(params: Mapping[str, Mapping[str, Any]]) -> list[Layer]:
@@ -118,8 +130,46 @@ def model_layers(params: Mapping[str, Mapping[str, Any]]) -> list[Layer]:
     return layers
 
 
+def name_pieces(
+    layers: Iterable[Layer],
+    prefixes: Mapping[str, Sequence[str]],
+    name_layer: Callable[[Layer], Iterable[tuple[str, Rows | None]]],
+    unused: Collection[Layer] = (),
+) -> dict[str, list[Piece]]:
+    """Return what files may call layers, as flat names, and what each name means.
+
+    Parameters
+    ----------
+    layers : iterable of Layer
+        All of a model.
+    prefixes : dict
+        For each part, what programs put in front of the names of its layers. Names without any are
+        in the result as well, if they mean layers of one part.
+    name_layer : callable
+        All names of a layer in its part, and which rows of the file's layer it is by each.
+    unused : collection of Layer
+        Those that no image depends on: their names mean nothing.
+    """
+    pieces = {}
+    bare = {}  # by a name without the part's, what it means in each part
+    for layer in layers:
+        names = {flat_name(name): rows for name, rows in name_layer(layer)}
+        for name, rows in names.items():
+            piece = [] if layer in unused else [Piece(layer, rows)]
+            for prefix in prefixes[layer.part]:
+                prefix = flat_name(prefix).removesuffix("_")
+                pieces.setdefault(f"{prefix}_{name}", []).extend(piece)
+            bare.setdefault(name, {}).setdefault(layer.part, []).extend(piece)
+    for name, by_part in bare.items():
+        if len(by_part) == 1:  # both text encoders of Stable Diffusion XL have the same names
+            (pieces[name],) = by_part.values()
+    return pieces
+
+
 def read_pairs(
-    file: str | Path, params: Mapping[str, Mapping[str, Any]], layers: Mapping[str, Layer]
+    file: str | Path,
+    params: Mapping[str, Mapping[str, Any]],
+    layers: Mapping[str, Sequence[Piece]],
 ) -> dict[str, dict[str, Pair]]:
     """Read a LoRA file for a model.
 
@@ -129,8 +179,9 @@ def read_pairs(
         Safetensors.
     params : dict
         The model's parameters; shapes are enough.
-    layers : dict of Layer
-        By all names that files may have for a layer, as ``flat_name`` returns them.
+    layers : dict
+        By all names that files may have for a layer, as ``flat_name`` returns them, what it is in
+        the model. A layer that the model has and does not use is nothing.
 
     Returns
     -------
@@ -148,31 +199,39 @@ def read_pairs(
     arrays, metadata = read_safetensors(file)
     options = _read_options(file, metadata)
     _refuse_other_adapters(file, arrays)
-    halves, alphas, unknown = _sort_arrays(file, arrays, layers)
-    if unknown or not halves:
+    found, unknown = _sort_arrays(file, arrays, layers)
+    if unknown or not found:
         some = "; ".join(sorted(unknown)[:5]) or "no keys of a LoRA"
         raise ValueError(
             f"{file} has {len(unknown)} keys that fit nothing in this model: {some}. "
             f"{_made_for(arrays, metadata)}"
         )
-    if any(PEFT_PREFIX in key for key in arrays) and not options and not alphas:
+    has_alphas = any(keys.alpha for keys in found.values())
+    if any(PEFT_PREFIX in key for key in arrays) and not options and not has_alphas:
         raise ValueError(
             f"{file} does not say its alpha, which PEFT writes into {PEFT_CONFIG} beside it: get "
             "that file, too."
         )
     pairs = {}  # for each part by the weight's name: of each layer, or of None if they are single
-    for layer, keys in halves.items():
+    for layer, keys in found.items():
         shape = params[layer.part][layer.name].shape
         if layer.number is not None:
             shape = shape[1:]
-        pair = _read_pair(file, arrays, keys, shape)
+        pair = _read_pair(file, arrays, keys, shape, metadata)
         rank = pair.down.shape[-1]
-        scale = _scale_by_options(file, options, layer, rank)
-        if layer in alphas:
-            scale = alphas[layer] / rank
+        if keys.alpha:
+            scale = float(np.asarray(arrays[keys.alpha]).item()) / rank
+        else:
+            scale = _scale_by_options(file, options, layer.part, keys.down, rank)
         with np.errstate(over="ignore"):
             pair = pair._replace(up=pair.up * np.float32(scale))
-        check_finite(file, f"{keys['up']}, alpha / rank times,", pair.up)
+        check_finite(file, f"{keys.up}, alpha / rank times,", pair.up)
+        if keys.rows:
+            up = keys.rows.take(pair.up, axis=-1)
+            is_used = up.any(axis=-1)  # of the ranks, those that change these rows
+            pair = Pair(pair.down[:, is_used], up[is_used])
+            if not pair.up.size:
+                continue
         of_part = pairs.setdefault(layer.part, {})
         of_part.setdefault(layer.name, {})[layer.number] = pair
     lora = {}
@@ -200,54 +259,58 @@ def flat_name(name: str) -> str:
 
 
 def _split_key(key: str) -> tuple[str, str]:
-    """Return the name of a layer, and what the array is for it; or "" of a key of another kind.
+    """Return what a file calls a layer, and what the array is for it; or "" for other keys.
 
     >>> _split_key("base_model.model.mid_block.resnets.0.conv1.lora_A.weight")
-    ('mid_block_resnets_0_conv1', 'down')
+    ('mid_block.resnets.0.conv1', 'down')
     """
     for kind, pattern in {"down": DOWN, "up": UP, "alpha": ALPHA}.items():
         match = pattern.fullmatch(key)
         if match:
-            return flat_name(match[1]), kind
+            return WRAPPERS.sub("", match[1]), kind
     return "", ""
 
 
 def _sort_arrays(
-    file: Path, arrays: Mapping[str, Stored], layers: Mapping[str, Layer]
-) -> tuple[dict[Layer, dict[str, str]], dict[Layer, float], list[str]]:
-    """Return the keys of halves and the alphas by layer, and the keys that fit nothing."""
-    halves, alphas, unknown = {}, {}, []
-    seen = {}  # for each layer and kind, the key
+    file: Path, arrays: Mapping[str, Stored], layers: Mapping[str, Sequence[Piece]]
+) -> tuple[dict[Layer, Keys], list[str]]:
+    """Return, for each layer, the keys of its halves and alpha; and the keys that fit nothing."""
+    found, unknown = {}, []
     for key, array in arrays.items():
         name, kind = _split_key(key)
-        layer = layers.get(name)
-        if layer is None or (kind == "alpha" and math.prod(array.shape) != 1):
+        pieces = layers.get(flat_name(name))
+        if pieces is None or (kind == "alpha" and math.prod(array.shape) != 1):
             unknown.append(key)
             continue
-        other = seen.setdefault((layer, kind), key)
-        if other != key:
-            raise ValueError(
-                f"{file} has both {other} and {key}, which are for the same weight: take one LoRA "
-                "for each file."
-            )
-        if kind == "alpha":
-            alphas[layer] = float(np.asarray(array).item())
-        else:
-            halves.setdefault(layer, {})[kind] = key
-    for keys in halves.values():
-        if len(keys) == 1:
-            (key,) = keys.values()
-            unknown.append(f"{key} without its other half")
-    return halves, alphas, unknown
+        for layer, rows in pieces:
+            keys = found.setdefault(layer, Keys())
+            other = getattr(keys, kind)
+            if other:
+                raise ValueError(
+                    f"{file} has both {other} and {key}, which are for the same weight: take one "
+                    "LoRA for each file."
+                )
+            found[layer] = keys._replace(**{kind: key}, rows=rows)
+    whole = {}
+    for layer, keys in found.items():
+        if keys.down and keys.up:
+            whole[layer] = keys
+        elif keys.down or keys.up:
+            unknown.append(f"{keys.down or keys.up} without its other half")
+    return whole, unknown
 
 
 def _read_pair(
-    file: Path, arrays: Mapping[str, Stored], keys: Mapping[str, str], shape: tuple[int, ...]
+    file: Path,
+    arrays: Mapping[str, Stored],
+    keys: Keys,
+    shape: tuple[int, ...],
+    metadata: Mapping[str, str],
 ) -> Pair:
     """Read the two matrices of a layer, and check that their product has the weight's shape."""
     matrices = []
-    for half in ("down", "up"):
-        stored = arrays[keys[half]]
+    for key in (keys.down, keys.up):
+        stored = arrays[key]
         check_numbers(file, stored)
         matrix = to_channels_last("", np.asarray(stored, np.float32))
         # Files may have a convolution of one pixel as a matrix, or a matrix as that.
@@ -258,14 +321,16 @@ def _read_pair(
         matrices.append(matrix)
     pair = Pair(*matrices)
     product_shape = (*pair.down.shape[:-1], pair.up.shape[-1])
+    if keys.rows:
+        shape = (*shape[:-1], keys.rows.whole(shape[-1]))
     if product_shape != shape:
         raise ValueError(
-            f"{file} has {keys['down']} and its other half for {product_shape}, and this model has "
-            f"{shape}: get one made for it."
+            f"{file} has {keys.down} and its other half for {product_shape}, and this model has "
+            f"{shape}. {_made_for(arrays, metadata)}"
         )
     if pair.up.shape[-2] != pair.down.shape[-1] or not pair.up.size:
         raise ValueError(
-            f"{file} has {keys['down']} as {pair.down.shape}, and its other half as "
+            f"{file} has {keys.down} as {pair.down.shape}, and its other half as "
             f"{pair.up.shape}, of two ranks: get it again."
         )
     return pair
@@ -303,11 +368,8 @@ def _refuse_other_adapters(file: Path, arrays: Mapping[str, Stored]) -> None:
 
 def _made_for(arrays: Mapping[str, Stored], metadata: Mapping[str, str]) -> str:
     """Return a sentence that says for which model a LoRA was made, as far as one can see it."""
-    kind = metadata.get("ss_base_model_version") or metadata.get("modelspec.architecture")
-    for word, model in MADE_FOR.items():
-        if any(word in key for key in arrays):
-            kind = model
-            break
+    kind = made_for({key: value.shape for key, value in arrays.items()})
+    kind = kind or metadata.get("ss_base_model_version") or metadata.get("modelspec.architecture")
     if kind:
         return f"It was made for {kind}: get one made for this model."
     return "Get one made for it."
@@ -323,19 +385,24 @@ def _read_options(file: Path, metadata: Mapping[str, str]) -> dict:
     return {}
 
 
-def _scale_by_options(file: Path, options: Mapping[str, Any], layer: Layer, rank: int) -> float:
+def _scale_by_options(
+    file: Path, options: Mapping[str, Any], part: str, key: str, rank: int
+) -> float:
     """Return by what PEFT multiplies a product: alpha / rank, or 1 if there are no options.
+
+    ``key`` is that of one half of it, in a file for that part of a model.
 
     Alphas of single layers stand by their names. PEFT takes these for regular expressions, and
     those that are more than a name are refused: a stranger's could run for ever.
     """
 
     def option(name: str) -> Any:  # which may be that of one part, or of a model that is one part
-        return options.get(f"{layer.part}.{name}", options.get(name))
+        return options.get(f"{part}.{name}", options.get(name))
 
     alpha = option("lora_alpha")
     if alpha is None:
         alpha = rank
+    name, _ = _split_key(key)
     patterns = option("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise ValueError(f"{file} has {patterns!r} for alpha_pattern: get it again.")
@@ -346,7 +413,7 @@ def _scale_by_options(file: Path, options: Mapping[str, Any], layer: Layer, rank
                 f"{file} has an alpha for {pattern!r}, and this course reads names of layers "
                 "alone: get a file with an alpha for each layer, as kohya's scripts write it."
             )
-        if f".{layer.file_name}".endswith(f".{ending}"):
+        if f".{name}".endswith(f".{ending}"):
             alpha = own_alpha
             break
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < 1e9:
@@ -363,13 +430,14 @@ def _scale_by_options(file: Path, options: Mapping[str, Any], layer: Layer, rank
 def save_pairs(
     file: str | Path,
     lora: Mapping[str, Mapping[str, Pair]],
-    name_layer: Callable[[Layer], str],
+    name_layer: Callable[[Layer], tuple[str, Rows | None]],
     dtype: Any = np.float16,
 ) -> None:
     """Write a LoRA as kohya's scripts do, which other programs read as well.
 
     Each layer has three arrays: ``lora_down``, ``lora_up``, and alpha. A program adds their product
-    alpha / rank times. Here alpha is the rank, so it is added as it was trained.
+    alpha / rank times. Here alpha is the rank, so it is added as it was trained. Layers that are
+    one in the file get one pair of all their ranks, which does the same.
 
     Parameters
     ----------
@@ -378,17 +446,25 @@ def save_pairs(
     lora : dict
         For each part, pairs by the name of the weight that they change.
     name_layer : callable
-        What the file shall call a layer.
+        What the file shall call a layer, and in which rows of the file's layer it is.
     dtype : dtype
         Of what is written.
     """
-    tensors = {}
+    pairs = {}  # by the name in the file, those of one layer or more
     downs = {part: {name: pair.down for name, pair in each.items()} for part, each in lora.items()}
     for layer in model_layers(downs):
-        down, up = lora[layer.part][layer.name]
+        down, up = map(np.asarray, lora[layer.part][layer.name])
         if layer.number is not None:
             down, up = down[layer.number], up[layer.number]
-        name = name_layer(layer)
+        name, rows = name_layer(layer)
+        if rows:
+            up = rows.put(up, axis=-1)
+        pairs.setdefault(name, {})[rows] = Pair(down, up)
+    tensors = {}
+    for name, by_rows in pairs.items():
+        each = [by_rows[rows] for rows in sorted(by_rows, key=lambda rows: rows or ())]
+        down = np.concatenate([pair.down for pair in each], axis=-1)
+        up = np.concatenate([pair.up for pair in each], axis=-2)
         tensors[f"{name}.lora_down.weight"] = to_channels_first("", down).astype(dtype)
         tensors[f"{name}.lora_up.weight"] = to_channels_first("", up).astype(dtype)
         tensors[f"{name}.alpha"] = np.asarray(down.shape[-1], dtype)
@@ -412,6 +488,44 @@ def merge(params: dict, lora: dict, scale: float | jax.Array = 1.0) -> dict:
         changed = {name: add(params[part][name], pair, scale) for name, pair in pairs.items()}
         merged[part] = params[part] | changed
     return merged
+
+
+def merge_stored(
+    stored: Mapping[str, Mapping[str, Stored | np.ndarray]],
+    loras: Sequence[tuple[Mapping[str, Mapping[str, Pair]], float]],
+    dtype: Any = None,
+) -> dict[str, dict[str, Stored | np.ndarray]]:
+    """Add LoRAs, each with its scale, to parameters that lie in files.
+
+    Each sum is made when it is read, in float32, so that no model has to be in memory. Its dtype is
+    ``dtype``, or by default that of the parameter.
+    """
+    merged = {part: dict(values) for part, values in stored.items()}
+    for part, values in stored.items():
+        for name, value in values.items():
+            model_name, number = stacked_name(name)
+            added = []
+            for lora, scale in loras:
+                pair = lora.get(part, {}).get(model_name)
+                if pair is not None and number is None:
+                    added.append((pair, scale))
+                elif pair is not None and number < len(pair.down):
+                    added.append((Pair(pair.down[number], pair.up[number]), scale))
+            if added:
+                wanted = dtype or value.dtype
+                read = functools.partial(_add_all, name, value, added, wanted)
+                merged[part][name] = Stored(value.shape, wanted, read)
+    return merged
+
+
+def _add_all(
+    name: str, value: Stored | np.ndarray, added: Sequence[tuple[Pair, float]], dtype: Any
+) -> np.ndarray:
+    """Read a parameter, and return its sum with several products."""
+    total = np.asarray(value, np.float32)
+    for pair, scale in added:
+        total = add(total, pair, scale)
+    return cast(name, np.asarray(total), dtype)
 
 
 def check_scale(scale: float | jax.Array) -> None:

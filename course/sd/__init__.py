@@ -11,7 +11,9 @@ from course.sd.configs import (
     VAEConfig,
     read_config,
 )
-from course.sd.folders import load, load_tokenizer, save
+from course.sd.convert import read_single_file, to_single_files
+from course.sd.folders import load, load_tokenizer, read_files, save
+from course.sd.lora import read_lora, save_lora
 from course.sd.parameters import model_parameters, parameter_shapes, shardings
 from course.sd.pipeline import (
     STATIC,
@@ -46,6 +48,11 @@ __all__ = [
     "model_parameters",
     "parameter_shapes",
     "read_config",
+    "read_files",
+    "read_lora",
+    "read_single_file",
     "save",
+    "save_lora",
     "shardings",
+    "to_single_files",
 ]

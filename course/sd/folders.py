@@ -11,32 +11,23 @@ import jax.numpy as jnp
 
 from course.model.configs import part_class
 from course.model.files import (
-    PARAMETER_FILE,
-    PART_NAME,
-    Stored,
     check_dtype,
+    check_readable,
     find_inside,
     load_parts,
     read_json,
-    to_files,
+    read_parts,
+    read_settings,
+    save_parts,
     to_json,
-    write_bytes,
     write_json,
-    write_safetensors,
+    write_settings,
 )
 from course.model.tokens import check_vocabulary
 from course.sd.configs import SCHEDULERS, Config, ScheduleConfig, read_config
 from course.sd.parameters import parameter_shapes
 from course.sd.tokenizer import Tokenizer, read_encoder
 
-# What the folder of a tokenizer may have, besides its settings.
-TOKENIZER_FILES = (
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.json",
-    "added_tokens.json",
-    "special_tokens_map.json",
-)
 # What files have and nothing here reads: the numbers from 0 to 76, in files from before 2023.
 POSITION_IDS = "text_model.embeddings.position_ids"
 
@@ -103,6 +94,16 @@ def _is_unread(part: str, name: str) -> bool:
     return part.startswith("text_encoder") and name == POSITION_IDS
 
 
+def read_files(
+    folder: str | Path, config: Config, variant: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return all parameters in a folder, by the names in files.
+
+    Those in safetensors stay on disk until they are used.
+    """
+    return read_parts(Path(folder), parameter_shapes(config), variant, _is_unread)
+
+
 def save(
     params: dict[str, dict[str, jax.Array]],
     source: str | Path,
@@ -133,46 +134,28 @@ def save(
     """
     source = Path(source)
     folder = Path(folder)
-    for values in params.values():
-        for value in values.values():
-            if isinstance(value, Stored):
-                value.read()  # so that bad numbers are found before something is written
+    check_readable(params)
     copy_settings(params.keys(), source, folder, schedule)
-    for part, values in params.items():
-        wanted = dtype.get(part) if isinstance(dtype, dict) else dtype
-        stem = "model" if part.startswith("text_encoder") else "diffusion_pytorch_model"
-        written = find_inside(folder, part) / f"{stem}.safetensors"
-        write_safetensors(written, to_files(values, wanted))
-        for file in written.parent.iterdir():  # parameters of the model that was there before
-            if file != written and PARAMETER_FILE.fullmatch(file.name):
-                file.unlink()
+    save_parts(params, folder, dtype)
 
 
 def copy_settings(
     parts: Iterable[str], source: Path, folder: Path, schedule: ScheduleConfig | None = None
 ) -> None:
     """Copy what a folder in diffusers' format has besides parameters, for PyTorch's classes."""
-    index = read_json(find_inside(source, "model_index.json"))
+    index, texts = read_settings(source, parts)
     is_flax = part_class(source, index, "scheduler").startswith("Flax")
-    texts = {}  # by the folders where they shall be; all are read before one is written
-    for name, value in index.items():
-        if not isinstance(value, list):  # a name that begins with "_", or an option
-            continue
-        if name in parts or name.startswith(("tokenizer", "scheduler")):
-            if not PART_NAME.fullmatch(name):
-                raise ValueError(
-                    f"{source} has a part called {name!r}: names of parts have small letters, "
-                    "digits and _ alone, so get the folder from a source that you trust."
-                )
-            texts[find_inside(folder, name)] = _read_texts(find_inside(source, name))
-        else:
-            index[name] = [None, None]  # as diffusers writes it
-    for place, files in texts.items():
-        for name, data in files.items():
-            write_bytes(place / name, data)
-        for name in TOKENIZER_FILES:
-            if name not in files:
-                (place / name).unlink(missing_ok=True)  # of the model that was there before
+    for name, files in texts.items():
+        for file in files:
+            if file.endswith("config.json"):
+                options = read_json(find_inside(source, name, file))
+                files[file] = to_json(_without_flax(options))
+        if name.startswith("tokenizer") and "vocab.json" not in files:
+            # As transformers 5 writes it. With both files, all versions of transformers read it.
+            with tempfile.TemporaryDirectory() as place:
+                for file in read_encoder(source / name).splitter.model.save(place):
+                    files[Path(file).name] = Path(file).read_bytes()
+    write_settings(folder, texts)
     index = _without_flax(index)
     own = read_config(source).schedule
     schedule = schedule or own
@@ -188,27 +171,6 @@ def copy_settings(
         if name != "sampler" and (is_flax or value != getattr(own, name)):
             options[name] = value
     write_json(file, options)
-
-
-def _read_texts(folder: Path) -> dict[str, bytes]:
-    """Return what the folder of a part has besides parameters, by the names of files."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is missing: give a whole folder in diffusers' format.")
-    texts = {}
-    for name in sorted(file.name for file in folder.iterdir()):
-        if not name.endswith((".json", ".txt")) or ".index" in name:
-            continue  # parameters, or the index of those in several files
-        file = find_inside(folder, name)
-        if name.endswith("config.json"):
-            texts[name] = to_json(_without_flax(read_json(file)))
-        else:
-            texts[name] = file.read_bytes()
-    if folder.name.startswith("tokenizer") and "vocab.json" not in texts:
-        # As transformers 5 writes it. With both files, all versions of transformers read it.
-        with tempfile.TemporaryDirectory() as place:
-            for file in read_encoder(folder).splitter.model.save(place):
-                texts[Path(file).name] = Path(file).read_bytes()
-    return texts
 
 
 def _without_flax(options: dict) -> dict:

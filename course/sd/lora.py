@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from course.model.lora import Layer, Pair, flat_name, model_layers, read_pairs, save_pairs
+from course.model.lora import Layer, Pair, Piece, model_layers, name_pieces, read_pairs, save_pairs
 from course.sd.configs import Config
 from course.sd.convert import PREFIXES, name_unet
 
@@ -65,27 +65,22 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
     return read_pairs(file, params, name_layers(params, config))
 
 
-def name_layers(params: dict, config: Config) -> dict[str, Layer]:
+def name_layers(params: dict, config: Config) -> dict[str, list[Piece]]:
     """Return all layers of a model by all names that LoRA files have for them, as flat names.
 
     Programs differ in what they call a part, and in which names of layers they have: those of
     diffusers, new or old, or those of the original layout.
     """
-    layers = {}
-    bare = {}  # by a name without the part's, all layers that it may mean
-    for layer in model_layers(params):
+
+    def name_layer(layer: Layer) -> list[tuple[str, None]]:
         names = old_and_new_names(layer.file_name)
         if layer.part == "unet":
             names.append(_original_layer(layer, config))
         names += [name.removeprefix("text_model.") for name in names]
-        for name in {flat_name(name) for name in names}:
-            for part in (*PREFIXES[layer.part], *PARTS.get(layer.part, ())):
-                layers[f"{flat_name(part).removesuffix('_')}_{name}"] = layer
-            bare.setdefault(name, set()).add(layer)
-    for name, meant in bare.items():
-        if len(meant) == 1:  # both text encoders of XL have the same names
-            (layers[name],) = meant
-    return layers
+        return [(name, None) for name in names]
+
+    prefixes = {part: (*PREFIXES[part], *PARTS.get(part, ())) for part in params}
+    return name_pieces(model_layers(params), prefixes, name_layer)
 
 
 def old_and_new_names(layer: str) -> list[str]:
@@ -130,7 +125,7 @@ def save_lora(
         Of what is written.
     """
 
-    def name_layer(layer: Layer) -> str:
+    def name_layer(layer: Layer) -> tuple[str, None]:
         """Return what kohya's scripts call it: ``lora_unet_mid_block_resnets_0_conv1``."""
         prefix = KOHYA[layer.part]
         name = layer.file_name
@@ -138,6 +133,6 @@ def save_lora(
             prefix = "lora_te1"
         if config.is_xl and layer.part == "unet":
             name = _original_layer(layer, config)
-        return f"{prefix}_{name.replace('.', '_')}"
+        return f"{prefix}_{name.replace('.', '_')}", None
 
     save_pairs(file, lora, name_layer, dtype)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from course.model.files import FLOATS, to_channels_first, unstack_layers
+from course.model.files import FLOATS
+from course.model.singles import Layout, to_single
 from course.sd import Config
-from course.sd.convert import Layout, name_in_layout, original_name
+from course.sd.convert import NAMING, original_layout
 
 
 def single_file(
@@ -22,27 +23,14 @@ def single_file(
     ``layouts`` has others for some of the parts.
     """
     tensors = {}
-    thirds = {}
     for part, values in params.items():
-        for name, value in unstack_layers(values).items():
-            layout = (layouts or {}).get(part)
-            if layout is None:
-                theirs, third = original_name(part, name, config)
-            else:
-                theirs, third = name_in_layout(layout, part, name, config)
-            value = to_channels_first(name, value).astype(dtype)
-            if layout is not None and theirs.endswith("text_projection"):
-                theirs += ".weight"  # as diffusers' own script writes it
-            elif theirs.endswith("text_projection"):
-                value = np.ascontiguousarray(value.T)
-            if ".attn_1." in theirs and value.ndim == 2:
-                value = value[:, :, None, None]
-            if third is None:
-                tensors[theirs] = value
-            else:
-                thirds.setdefault(theirs, [None, None, None])[third] = value
-    for theirs, values in thirds.items():
-        tensors[theirs] = np.concatenate(values)
+        layout = (layouts or {}).get(part)
+        found = to_single(values, layout or original_layout(part, config), part, NAMING, config)
+        for name, value in found.items():
+            if layout is not None and name.endswith("text_projection"):
+                # As diffusers' own script writes it.
+                name, value = f"{name}.weight", np.ascontiguousarray(value.T)
+            tensors[name] = value.astype(dtype)
     return tensors
 
 
