@@ -81,7 +81,7 @@ def measure(
     model: str = "shapes-sd",
     steps: int = 20,
     batch: int = 1,
-    attention: str = "plain",
+    attention: str = "automatic",
     height: int | None = None,
     width: int | None = None,
     calls: int = 5,
@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help="by default %(default)s")
     for name in ("height", "width"):
         parser.add_argument(f"--{name}", type=int, help="in pixels; by default as in training")
-    parser.add_argument("--attention", default="plain", help=", ".join(sd.ATTENTION))
+    parser.add_argument("--attention", default="automatic", help=", ".join(sd.ATTENTION))
     parser.add_argument(
         "--to",
         type=Path,

@@ -42,6 +42,54 @@ def test_the_kernel_gives_what_plain_attention_gives(tokens, size):
     assert jnp.abs(found - attention.plain(query, key, value)).max() < 2e-6
 
 
+# 50 queries are one chunk, several, or one each.
+@pytest.mark.parametrize("limit", [2**27, 6 * 200 * 4 * 8, 1])
+def test_chunks_of_queries_give_what_all_at_once_give(monkeypatch, limit):
+    monkeypatch.setattr(attention, "CHUNK_BYTES", limit)
+    query = made_up_input("query", 2, 50, 3, 8)
+    key, value = made_up_input("key", 2, 200, 3, 8), made_up_input("value", 2, 200, 3, 8)
+
+    def squares(attend):
+        return lambda *inputs: jnp.square(attend(*inputs)).sum()
+
+    expected = attention.plain(query, key, value)
+    assert np.abs(attention.chunked(query, key, value) - expected).max() < 1e-6
+    gradients = [
+        jax.grad(squares(attend), argnums=(0, 1, 2))(query, key, value)
+        for attend in (attention.plain, attention.chunked)
+    ]
+    for whole, chunks in zip(*gradients, strict=True):
+        assert np.abs(whole - chunks).max() < 1e-5
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+def test_chunks_leave_most_scores_out_of_memory(gradient):
+    """24 heads of 4,608 tokens: FLUX.2-klein's, for 1024 x 1024 pixels."""
+
+    def total(*inputs):
+        return attention.chunked(*inputs).astype(jnp.float32).sum()
+
+    shape = jax.ShapeDtypeStruct((1, 4608, 24, 128), jnp.bfloat16)
+    function = jax.grad(total) if gradient else attention.chunked
+    memory = jax.jit(function).lower(shape, shape, shape).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 24 * 4608**2 * shape.dtype.itemsize  # all scores
+
+
+def test_gpus_get_the_kernel_of_cudnn_where_it_has_one(monkeypatch):
+    class GPU:
+        compute_capability = "8.9"
+
+    monkeypatch.setattr(jax, "devices", lambda: [GPU])
+    query, key = jnp.zeros((1, 4608, 24, 128), jnp.bfloat16), jnp.zeros((1, 77, 24, 128))
+    assert attention.has_cudnn_kernel(query, query)
+    assert not attention.has_cudnn_kernel(query, key)  # float32
+    assert not attention.has_cudnn_kernel(query, key.astype(jnp.bfloat16))  # an odd number
+    wide = jnp.zeros((1, 64, 1, 512), jnp.bfloat16)
+    assert not attention.has_cudnn_kernel(wide, wide)
+    GPU.compute_capability = "7.5"  # a T4
+    assert not attention.has_cudnn_kernel(query, query)
+
+
 def test_the_kernel_has_gradients():
     def gradient(*inputs):
         return jax.grad(lambda *inputs: attention.flash(*inputs).astype(jnp.float32).sum())(*inputs)
@@ -62,7 +110,7 @@ def test_blocks_are_large_and_hardly_more_than_full(tokens, limit):
 
 REFUSALS = {
     "flash": "runs on TPUs only, and this is a cpu: choose the",
-    "fast": "no attention 'fast': choose one of plain, dot_product, flash",
+    "fast": "no attention 'fast': choose one of automatic, plain, chunked, dot_product, flash",
 }
 
 

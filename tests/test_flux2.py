@@ -14,8 +14,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from course import flux2
-from course.flux2 import vae
+from course.flux2 import in_turn, vae
 from course.model.files import to_channels_last, to_files, unstack_layers
+from course.model.quantize import quantize
 from tests.makers import files as make
 from tests.makers.common import FIXTURES, made_up_input
 
@@ -218,6 +219,49 @@ def test_with_two_references_the_image_is_that_of_pytorchs_pipeline(model, recor
     pictures = recorded["pictures"][None] / np.float32(255)  # both for the one prompt
     found = draw(model, prompts[:1], 64, 64, images=pictures)
     assert farthest(found, recorded["two references"] / 65535) <= SHARE
+
+
+IN_TURN = {
+    "guided": {"guidance": 4.0},
+    "edited": {"images": 2},
+    "edited alike": {"images": 1, "batch": 2},
+    "in int8": {"int8": True},
+}
+
+
+@pytest.mark.parametrize("options", IN_TURN.values(), ids=IN_TURN)
+def test_one_part_after_the_other_draws_what_all_at_once_draw(folder, model, monkeypatch, options):
+    params, config, tokenize = model
+    prompts = ["a red circle", "a blue star"]
+    noise = noise_for(prompts, 64, 64)
+    options = dict(options)
+    int8, batch = options.pop("int8", False), options.pop("batch", 1)
+    if "images" in options:
+        options["images"] = made_up_input("images", options["images"], 64, 64, 3).clip(0, 1)
+
+    at_once = options | ({"empty": tokenize([""])} if "guidance" in options else {})
+    transformer = params["transformer"]
+    rounded = params | {"transformer": quantize(transformer) if int8 else transformer}
+    expected = draw((rounded, config, tokenize), prompts, 64, 64, **at_once)
+
+    # What lies on the device after a part was read, and that part's own.
+    held = []
+    before = sum(array.nbytes for array in jax.live_arrays())
+
+    def load(*args, **options):
+        read = flux2.load(*args, **options)
+        held.append(sum(array.nbytes for array in jax.live_arrays()) - before)
+        own = sum(array.nbytes for array in jax.tree.leaves(read[0]))
+        assert held[-1] < own + 100_000
+        return read
+
+    monkeypatch.setattr(in_turn, "load", load)
+    found = flux2.generate_in_turn(
+        folder, prompts, noise, 64, 64, STEPS, **options, dtype=jnp.float32, int8=int8, batch=batch
+    )
+    assert len(held) == (4 if "images" in options else 3)
+    # What is rounded to int8 in each step may fall to the other side of a half.
+    assert farthest(found, expected) < (3 if int8 else 0.1) / 255
 
 
 # Files.

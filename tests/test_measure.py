@@ -85,7 +85,7 @@ def test_a_run_on_a_chip_stands_beside_what_the_compiler_says(on_small, monkeypa
         (["--steps", "0"], "steps is 0: give at least 1."),
         (["--calls", "0"], "calls is 0: give at least 1."),
         (["--height", "63"], "shapes-sd cannot draw 63 × 64 pixels: give multiples of"),
-        (["--attention", "fast"], "There is no attention 'fast': choose one of plain"),
+        (["--attention", "fast"], "There is no attention 'fast': choose one of automatic"),
     ],
 )
 def test_a_run_that_is_impossible_is_refused_in_a_sentence(arguments, message, capsys, tmp_path):

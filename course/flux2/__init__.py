@@ -3,6 +3,7 @@
 from course.flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
 from course.flux2.convert import read_single_file, to_single_files
 from course.flux2.folders import load, load_tokenizer, read_files, save
+from course.flux2.in_turn import generate_in_turn
 from course.flux2.lora import read_lora, save_lora
 from course.flux2.parameters import (
     FULLY_SHARDED,
@@ -44,6 +45,7 @@ __all__ = [
     "encode_prompts",
     "euler",
     "generate",
+    "generate_in_turn",
     "is_guided",
     "load",
     "load_tokenizer",

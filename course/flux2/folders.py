@@ -1,6 +1,7 @@
 """Reading and writing a model in a folder in diffusers' format."""
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def load(
     dtype: Any = jnp.bfloat16,
     sharding: jax.sharding.Sharding | dict | None = None,
     variant: str | None = None,
+    parts: Sequence[str] | None = None,
 ) -> tuple[dict[str, dict[str, jax.Array]], Config, Tokenizer]:
     """Read a model from a folder in diffusers' format.
 
@@ -49,6 +51,8 @@ def load(
         them.
     variant : str, optional
         The word that the files have in their names, such as "fp16".
+    parts : sequence of str, optional
+        Which parts to read, if not all three.
 
     Returns
     -------
@@ -68,6 +72,8 @@ def load(
     config = read_config(folder)
     tokenize = load_tokenizer(folder, config)
     shapes = parameter_shapes(config, dtype)
+    if parts is not None:
+        shapes = {part: shapes[part] for part in parts}
     is_unread = functools.partial(_is_unread, config)
     params = load_parts(folder, shapes, sharding, variant, is_unread)
     return params, config, tokenize

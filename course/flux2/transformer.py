@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course.flux2.configs import TransformerConfig
-from course.model.attention import plain
+from course.model.attention import automatic
 from course.model.layers import (
     Parameter,
     linear,
@@ -128,7 +128,7 @@ def predict(
     text: jax.Array,
     time: jax.Array,
     rotation: tuple[jax.Array, jax.Array],
-    attend: Callable = plain,
+    attend: Callable = automatic,
 ) -> jax.Array:
     """Return what ``velocity`` does, from rotary positions that are computed already.
 
@@ -139,7 +139,7 @@ def predict(
     rotation : tuple of jax.Array
         As ``rotary`` gives it, of the text's tokens and then of the image's.
     attend : callable
-        Attention: ``plain``, or a function that takes the same and gives the same.
+        Attention: ``automatic``, or a function that takes the same and gives the same.
     """
     epsilon = config.eps
     texts = text.shape[1]
@@ -194,7 +194,7 @@ def double_block(
     modulate_text: list[jax.Array],
     modulate_image: list[jax.Array],
     rotation: tuple[np.ndarray, np.ndarray],
-    attend: Callable = plain,
+    attend: Callable = automatic,
 ) -> tuple[jax.Array, jax.Array]:
     """Text and image, each with weights of its own, look at each other and at themselves."""
     epsilon = config.eps
@@ -234,7 +234,7 @@ def single_block(
     x: jax.Array,
     modulate: list[jax.Array],
     rotation: tuple[np.ndarray, np.ndarray],
-    attend: Callable = plain,
+    attend: Callable = automatic,
 ) -> jax.Array:
     """Text and image are one sequence; attention and feed-forward layer work side by side."""
     shift, scale, gate = modulate
@@ -292,7 +292,7 @@ def split_heads(x: jax.Array, config: TransformerConfig) -> jax.Array:
 
 
 def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, attend: Callable = plain
+    query: jax.Array, key: jax.Array, value: jax.Array, attend: Callable = automatic
 ) -> jax.Array:
     """Attention with scores in float32, whose heads are joined: (batch, tokens, width).
 

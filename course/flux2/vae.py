@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from course.flux2.configs import VAEConfig
-from course.model.attention import plain
+from course.model.attention import automatic
 from course.model.autoencoder import autoencoder_parameters, decode_latents, encode_latents
 from course.model.layers import Parameter, within
 
 # In bfloat16, too: the softmax is over all pixels of an image.
-SCORES_IN_FLOAT32 = functools.partial(plain, score_dtype=jnp.float32)
+SCORES_IN_FLOAT32 = functools.partial(automatic, score_dtype=jnp.float32)
 
 
 def vae_parameters(config: VAEConfig) -> dict[str, Parameter]:

@@ -5,9 +5,10 @@ heads, size), a key and a value, both (batch, keys, heads, size), and returns (b
 heads, size). Where a function of this package has an argument ``attention``, it is one of the names
 in ``ATTENTION``, or any function of this kind.
 
-The default is ``plain``. On TPUs the compiler replaces it by a kernel of its own, which keeps no
-scores in memory, and with which the decoder of Stable Diffusion XL needs as little memory as with
-JAX's kernel, ``flash``. Which one is faster, nobody has measured with this model yet.
+The default is ``automatic``: ``plain``, but on GPUs, where the compiler would keep all scores in
+memory. On TPUs the compiler replaces ``plain`` by a kernel of its own, which keeps none, and with
+which the decoder of Stable Diffusion XL needs as little memory as with JAX's kernel, ``flash``.
+Which one is faster, nobody has measured with this model yet.
 """
 
 import math
@@ -25,6 +26,8 @@ from course.model.layers import (
     split_batch,
     within,
 )
+
+CHUNK_BYTES = 2**27  # of scores, in ``chunked``
 
 
 def plain(
@@ -52,6 +55,59 @@ def plain(
         scores = jnp.where(mask, scores, -jnp.inf)
     weights = jax.nn.softmax(scores).astype(value.dtype)
     return (weights @ value).swapaxes(1, 2)
+
+
+def chunked(
+    query: jax.Array, key: jax.Array, value: jax.Array, score_dtype: Any = None
+) -> jax.Array:
+    """``plain`` for some queries at a time, so that the scores of all are never in memory.
+
+    Those of a chunk take up to ``CHUNK_BYTES``. Arguments as in ``plain``.
+    """
+    batch, queries, heads, size = query.shape
+    bytes_of_a_query = batch * heads * key.shape[1] * jnp.dtype(score_dtype or query.dtype).itemsize
+    chunk = max(1, CHUNK_BYTES // bytes_of_a_query)
+    if queries <= chunk:
+        return plain(query, key, value, score_dtype=score_dtype)
+    count = math.ceil(queries / chunk)
+    query = jnp.pad(query, ((0, 0), (0, count * chunk - queries), (0, 0), (0, 0)))
+    chunks = query.reshape(batch, count, chunk, heads, size).swapaxes(0, 1)
+
+    @jax.checkpoint  # which computes a chunk's scores again for its gradients
+    def attend_some(some: jax.Array) -> jax.Array:
+        return plain(some, key, value, score_dtype=score_dtype)
+
+    y = jax.lax.map(attend_some, chunks)
+    return y.swapaxes(0, 1).reshape(batch, count * chunk, heads, size)[:, :queries]
+
+
+def has_cudnn_kernel(query: jax.Array, key: jax.Array) -> bool:
+    """Return whether cuDNN has a kernel for such queries and keys on the GPU that is here.
+
+    It has one for heads of up to 128 channels in 16 bits, from the generation Ampere on, and with
+    gradients for even numbers of tokens only.
+    """
+    return (
+        query.dtype == key.dtype
+        and query.dtype in (jnp.bfloat16, jnp.float16)
+        and query.shape[-1] <= 128
+        and query.shape[-1] % 8 == query.shape[1] % 2 == key.shape[1] % 2 == 0
+        and float(jax.devices()[0].compute_capability) >= 8
+    )
+
+
+def automatic(
+    query: jax.Array, key: jax.Array, value: jax.Array, score_dtype: Any = None
+) -> jax.Array:
+    """``plain``; on GPUs, cuDNN's kernel, or ``chunked`` where it has none.
+
+    Arguments as in ``plain``. cuDNN adds up in float32, whatever ``score_dtype`` is.
+    """
+    if jax.default_backend() != "gpu":
+        return plain(query, key, value, score_dtype=score_dtype)
+    if has_cudnn_kernel(query, key):
+        return jax.nn.dot_product_attention(query, key, value, implementation="cudnn")
+    return chunked(query, key, value, score_dtype)
 
 
 def ulysses(
@@ -203,7 +259,13 @@ def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return flash_kernel(query, key, value)
 
 
-ATTENTION = {"plain": plain, "dot_product": dot_product, "flash": flash}
+ATTENTION = {
+    "automatic": automatic,
+    "plain": plain,
+    "chunked": chunked,
+    "dot_product": dot_product,
+    "flash": flash,
+}
 
 
 def find_attention(attention: str | Callable) -> Callable:
@@ -221,7 +283,7 @@ def find_attention(attention: str | Callable) -> Callable:
     if attention == "flash" and jax.default_backend() != "tpu":
         raise ValueError(
             f"The flash kernel runs on TPUs only, and this is a {jax.default_backend()}: choose "
-            "the attention 'plain', or give the function course.model.attention.flash to "
+            "the attention 'automatic', or give the function course.model.attention.flash to "
             "compile it for a TPU that is not here."
         )
     return ATTENTION[attention]
@@ -258,7 +320,7 @@ def attend(
     x: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    attention: str | Callable = "plain",
+    attention: str | Callable = "automatic",
     upcast: bool = False,
 ) -> jax.Array:
     """diffusers' ``Attention``: from (batch, queries, channels) to the same shape.

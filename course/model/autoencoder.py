@@ -111,7 +111,7 @@ def _middle_parameters(channels: int) -> dict[str, Parameter]:
 
 
 def encode_latents(
-    p: dict, config: AutoencoderConfig, images: jax.Array, attention: str | Callable = "plain"
+    p: dict, config: AutoencoderConfig, images: jax.Array, attention: str | Callable = "automatic"
 ) -> tuple[jax.Array, jax.Array]:
     """Return mean and standard deviation of the latents of images.
 
@@ -159,7 +159,7 @@ def decode_latents(
     p: dict,
     config: AutoencoderConfig,
     latents: jax.Array,
-    attention: str | Callable = "plain",
+    attention: str | Callable = "automatic",
     clip: bool = True,
 ) -> jax.Array:
     """Return the images of latents.

@@ -96,7 +96,7 @@ def inpaint(
     *,
     unguided_below: float | jax.Array | None = None,
     sampler: str | None = None,
-    attention: str | Callable = "plain",
+    attention: str | Callable = "automatic",
     guided: bool = True,
     guidance_axis: str | None = None,
     decode_batch: int | None = None,

@@ -137,7 +137,7 @@ def denoise_step(
     guidance: float | jax.Array = 7.5,
     *,
     unguided_below: float | jax.Array | None = None,
-    attention: str | Callable = "plain",
+    attention: str | Callable = "automatic",
     guided: bool = True,
     guidance_axis: str | None = None,
     remat: bool = False,
@@ -316,7 +316,7 @@ def decode_images(
     params: dict,
     config: Config,
     latents: jax.Array,
-    attention: str | Callable = "plain",
+    attention: str | Callable = "automatic",
     decode_batch: int | None = None,
 ) -> jax.Array:
     """Return the images of latents, ``decode_batch`` at a time; arguments as of ``generate``."""
@@ -341,7 +341,7 @@ def generate(
     *,
     unguided_below: float | jax.Array | None = None,
     sampler: str | None = None,
-    attention: str | Callable = "plain",
+    attention: str | Callable = "automatic",
     height: int | None = None,
     width: int | None = None,
     guided: bool = True,

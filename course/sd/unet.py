@@ -208,7 +208,7 @@ def unet(
     latents: jax.Array,
     timestep: jax.Array,
     condition: Condition,
-    attention: str | Callable = "plain",
+    attention: str | Callable = "automatic",
     remat: bool = False,
 ) -> jax.Array:
     """diffusers' ``UNet2DConditionModel``.

@@ -9,7 +9,7 @@ from course.sd.configs import VAEConfig
 
 
 def encode(
-    p: dict, config: VAEConfig, images: jax.Array, attention: str | Callable = "plain"
+    p: dict, config: VAEConfig, images: jax.Array, attention: str | Callable = "automatic"
 ) -> tuple[jax.Array, jax.Array]:
     """diffusers' ``AutoencoderKL.encode``: images to latents.
 
@@ -21,7 +21,7 @@ def encode(
 
 
 def decode(
-    p: dict, config: VAEConfig, latents: jax.Array, attention: str | Callable = "plain"
+    p: dict, config: VAEConfig, latents: jax.Array, attention: str | Callable = "automatic"
 ) -> jax.Array:
     """diffusers' ``AutoencoderKL.decode``: latents to images.
 

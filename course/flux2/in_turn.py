@@ -1,0 +1,120 @@
+"""Drawing with one part of the model in memory at a time, where they do not fit together."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from course.flux2 import vae
+from course.flux2.configs import read_config
+from course.flux2.folders import load
+from course.flux2.pipeline import STATIC, denoise, encode_images, encode_prompts
+from course.model.guidance import is_guided
+from course.model.quantize import quantize
+
+
+def generate_in_turn(
+    folder: str | Path,
+    prompts: Sequence[str],
+    noise: jax.Array,
+    height: int,
+    width: int,
+    steps: int = 4,
+    guidance: float | None = None,
+    images: np.ndarray | None = None,
+    shift: float | None = None,
+    *,
+    dtype: Any = jnp.bfloat16,
+    int8: bool = False,
+    batch: int = 1,
+) -> np.ndarray:
+    """Do what ``generate`` does, from a folder, with one part of the model after the other.
+
+    The text encoder reads all prompts and goes, the transformer draws all images and goes, and then
+    the VAE decodes them. So the device holds the largest part, and not the sum of all. Each part is
+    read from its files once, which is why many prompts at a time cost less.
+
+    Parameters
+    ----------
+    folder : str or Path
+        In diffusers' format.
+    prompts : sequence of str
+    noise, height, width, steps, guidance, images, shift
+        As of ``generate``.
+    dtype : dtype
+        Of parameters and computation: float32 or bfloat16.
+    int8 : bool
+        Whether to round the transformer's weights, as ``course.model.quantize`` does. That happens
+        on the host, so the device never holds them in ``dtype``.
+    batch : int
+        How many images to draw and to decode at a time.
+
+    Returns
+    -------
+    numpy.ndarray
+        Images from 0 to 1: float32, (prompts, height, width, 3).
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As ``load`` and ``denoise`` do.
+    """
+    if guidance is not None and not is_guided(guidance):
+        guidance = None
+    config = read_config(folder)
+    size = {"height": height, "width": width}
+
+    # The parameters of a part are those of one function, and go when it returns.
+
+    def encode_texts() -> tuple[np.ndarray, np.ndarray | None]:
+        params, _, tokenize = load(folder, dtype, parts=("text_encoder",))
+        encode = functools.partial(
+            jax.jit(encode_prompts, static_argnames="config"), params, config
+        )
+        encoded = _in_batches(encode, batch, *tokenize(list(prompts)))
+        empty = None if guidance is None else np.asarray(encode(*tokenize([""])))
+        return encoded, empty
+
+    def encode_references() -> np.ndarray:
+        params, _, _ = load(folder, dtype, parts=("vae",))
+        program = jax.jit(encode_images, static_argnames="config")
+        return _in_batches(functools.partial(program, params, config), batch, images)
+
+    def draw(encoded: np.ndarray, empty: np.ndarray | None, reference: Any) -> np.ndarray:
+        host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+        params, _, _ = load(folder, dtype, host if int8 else None, parts=("transformer",))
+        if int8:
+            rounded = {"transformer": quantize(params["transformer"])}
+            params = jax.device_put(rounded, jax.devices()[0])
+        program = jax.jit(denoise, static_argnames=(*STATIC, "guidance"))
+
+        def draw_some(noise: Any, prompt: np.ndarray, own: Any = None) -> jax.Array:
+            some = reference if own is None else own
+            options = size | {"steps": steps, "guidance": guidance, "shift": shift}
+            return program(params, config, noise, prompt, empty=empty, reference=some, **options)
+
+        if reference is None or len(reference) == 1:  # the same for all prompts
+            return _in_batches(draw_some, batch, noise, encoded)
+        return _in_batches(draw_some, batch, noise, encoded, reference)
+
+    def decode(tokens: np.ndarray) -> np.ndarray:
+        params, _, _ = load(folder, dtype, parts=("vae",))
+        program = jax.jit(vae.decode, static_argnames=("config", *size))
+        return _in_batches(lambda x: program(params["vae"], config.vae, x, **size), batch, tokens)
+
+    encoded, empty = encode_texts()
+    reference = None if images is None else encode_references()
+    return decode(draw(encoded, empty, reference))
+
+
+def _in_batches(function: Callable, batch: int, *arrays: Any) -> np.ndarray:
+    """Return what a function gives of some rows of arrays after another, on the host."""
+    rows = len(arrays[0])
+    parts = []
+    for start in range(0, rows, batch):
+        parts.append(np.asarray(function(*(each[start : start + batch] for each in arrays))))
+    return np.concatenate(parts)
