@@ -159,8 +159,6 @@ def pick_checkpoint(model: str = "sd", safetensors: bool = False) -> Checkpoint:
 
     real = MODELS[model]
     needed = real.memory
-    if jax.default_backend() == "gpu" and real.gpu_memory:
-        needed = real.gpu_memory
     memory = _device_memory() / 2**30
     if jax.default_backend() == "cpu":
         reason = "This is a CPU run"

@@ -26,7 +26,6 @@ class Model:
     revision: str
     # GiB on each device: parameters, temporaries and some room; docs/real-models.md has the sources
     memory: int
-    gpu_memory: int | None = None  # the same on a GPU, where it takes more
     denoiser: str = "unet"  # the folder of the part that is asked at every step
     weights: str = FLAX_WEIGHTS  # a file that every checkpoint of the course's own kind has
 
@@ -52,9 +51,6 @@ MODELS = {
         hub_id="black-forest-labs/FLUX.2-klein-4B",
         revision="main",
         memory=15,  # lab/records/ask/flux2.json
-        # A GPU's compiler keeps the scores of attention in memory: 24 heads of 8,704 x 8,704 tokens
-        # in an edit, in float32 and again in bfloat16.
-        gpu_memory=26,
         denoiser="transformer",
         weights="transformer/diffusion_pytorch_model.safetensors",
     ),

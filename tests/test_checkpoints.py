@@ -135,7 +135,7 @@ def test_an_accelerator_with_the_memory_gets_flux2_klein(hub, accelerator, capsy
         ("sd", "tpu", 4, f"{SD} takes 6 GiB of memory, and each device has 4.0 GiB"),
         ("sdxl", "gpu", 8, f"{SDXL} takes 14 GiB of memory, and each device has 8.0 GiB"),
         ("flux2", "tpu", 12, f"{KLEIN} takes 15 GiB of memory, and each device has 12.0 GiB"),
-        ("flux2", "gpu", 18, f"{KLEIN} takes 26 GiB of memory, and each device has 18.0 GiB"),
+        ("flux2", "gpu", 11, f"{KLEIN} takes 15 GiB of memory, and each device has 11.0 GiB"),
         ("sd", "tpu", 0, f"{SD} takes 6 GiB of memory, and the devices do not tell theirs"),
     ],
 )

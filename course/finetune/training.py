@@ -80,7 +80,7 @@ class Recipe:
         False, "rematerialisation: compute activations again rather than keep them"
     )
     attention: str = _setting(
-        "plain", f"{' or '.join(ATTENTION)}; flash needs less memory, on one TPU chip"
+        "automatic", f"{' or '.join(ATTENTION)}; flash needs less memory, on one TPU chip"
     )
 
     def __post_init__(self) -> None:

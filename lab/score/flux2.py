@@ -1,8 +1,8 @@
 """How many held-out captions the small FLUX.2 draws right, and how many scenes it edits so.
 
-The settings are numbers of steps, scales of guidance and shifts. Two more questions are about its
-loss at several times, on scenes of the training and on new ones. A question names the weights'
-hash, so that other weights are scored anew. All of it takes about ten minutes on 2 cores.
+The settings are numbers of steps, scales of guidance and shifts, and int8. Two more questions are
+about its loss at several times, on scenes of the training and on new ones. A question names the
+weights' hash, so that other weights are scored anew. All of it takes about ten minutes on 2 cores.
 """
 
 import functools
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course import flux2
+from course.model.quantize import quantize
 from course.shapes import judge, scenes
 from lab.train import data, flow
 from lab.train.judging import count_attributes
@@ -31,14 +32,17 @@ def questions(rows: list[dict]) -> list[dict]:
     for steps, guidance, edit in itertools.product(STEPS, GUIDANCE, (False, True)):
         asked.append(USUAL | {"steps": steps, "guidance": guidance, "edit": edit})
     asked += [USUAL | {"shift": shift} for shift in SHIFTS]
+    asked += [USUAL | {"edit": edit, "int8": True} for edit in (False, True)]
     asked += [{"scenes": kind, "times": LOSS_TIMES} for kind in ("training", "new")]
     return [{"weights": hash_of_weights()} | each for each in asked]
 
 
-def answer(weights: str, **asked) -> dict:
+def answer(weights: str, int8: bool = False, **asked) -> dict:
     if "scenes" in asked:
         return {"losses": find_losses(asked["scenes"], asked["times"])}
     judges, params = load()
+    if int8:
+        params = params | {"transformer": quantize(params["transformer"])}
     images = judges.draw(params, **asked)
     shapes = {}
     for name in scenes.SHAPES:
