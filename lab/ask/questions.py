@@ -64,7 +64,8 @@ def calls() -> dict[str, tuple]:
     for rows in (1024, 16, 244, 260):
         found.append((feed_forward, shape(rows, 1280), shape(1280, 5120), shape(5120, 1280)))
     heads = shape(2, 4096, 10, 64)
-    for attention in (*ATTENTION.values(), wide_softmax, scale_later, other_axes):
+    of_the_model = (ATTENTION[name] for name in ("plain", "dot_product", "flash"))
+    for attention in (*of_the_model, wide_softmax, scale_later, other_axes):
         found.append((attention, heads, heads, heads))
     return {question_of(*call): call for call in found}
 
