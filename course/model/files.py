@@ -9,6 +9,7 @@ becomes (in, out).
 
 import functools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax.serialization import msgpack_restore
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 # The dtypes that a model can use, by the names that safetensors have for them. A file may have
 # others, in arrays that are not used.
@@ -396,9 +396,14 @@ def check_finite(place: str | Path, name: str, value: np.ndarray) -> None:
 
 
 def write_safetensors(
-    file: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None
+    file: Path,
+    tensors: Mapping[str, Stored | np.ndarray],
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """Write safetensors, by ``write_whole``.
+
+    The package's own function takes all arrays at once, and copies them. Here one after another is
+    read and written, so that those that are ``Stored`` need the memory of the largest.
 
     Raises
     ------
@@ -407,10 +412,35 @@ def write_safetensors(
     ValueError
         If numbers are infinite or NaN.
     """
+    arrays = {}
     for name, value in tensors.items():
-        check_finite(f"What was to be written as {file}", name, value)
-    metadata = {"format": "pt"} | (metadata or {})
-    write_whole(file, functools.partial(save_file, tensors, metadata=metadata))
+        if isinstance(value, Stored) and not isinstance(value.dtype, str):
+            arrays[name] = value
+        else:
+            arrays[name] = np.asarray(value)
+            check_finite(f"What was to be written as {file}", name, arrays[name])
+    kinds = {name: kind for kind, name in FLOATS.items()}
+    # The largest numbers come first, so that each lies at a multiple of its size.
+    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    header = {"__metadata__": {"format": "pt"} | (metadata or {})}
+    end = 0
+    for name in order:
+        shape, dtype = arrays[name].shape, arrays[name].dtype
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        kind = kinds.get(dtype.name) or f"{dtype.kind.upper()}{8 * dtype.itemsize}"  # such as I64
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(place: Path) -> None:
+        with place.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                value = np.asarray(arrays[name], order="C")
+                check_finite(f"What was to be written as {file}", name, value)
+                stream.write(value.reshape(-1).view(np.uint8))
+
+    write_whole(file, write)
 
 
 # The order of axes.
@@ -746,10 +776,11 @@ def _gather_layers(
     return value
 
 
-def to_files(parameters: Mapping[str, Any], dtype: Any = None) -> dict[str, np.ndarray]:
+def to_files(parameters: Mapping[str, Any], dtype: Any = None) -> dict[str, np.ndarray | Stored]:
     """Return a part's parameters as files have them: single layers, and PyTorch's order of axes.
 
-    ``dtype`` is what to save them in; by default they keep theirs.
+    ``dtype`` is what to save them in; by default they keep theirs. Arrays that are ``Stored`` stay
+    on disk until they are used.
 
     Raises
     ------
@@ -758,8 +789,20 @@ def to_files(parameters: Mapping[str, Any], dtype: Any = None) -> dict[str, np.n
     """
     tensors = {}
     for name, value in unstack_layers(parameters).items():
-        tensors[name] = cast(name, to_channels_first(name, value), dtype)
+        read = functools.partial(_to_file, name, value, dtype)
+        if isinstance(value, Stored):
+            axes = np.argsort(_axes_of_pytorch(name, len(value.shape)))
+            shape = tuple(value.shape[axis] for axis in axes)
+            is_cast = dtype is not None and str(value.dtype) in FLOATS.values()
+            tensors[name] = Stored(shape, jnp.dtype(dtype) if is_cast else value.dtype, read)
+        else:
+            tensors[name] = read()
     return tensors
+
+
+def _to_file(name: str, value: Any, dtype: Any) -> np.ndarray:
+    """Return one parameter as ``to_files`` does."""
+    return cast(name, to_channels_first(name, value), dtype)
 
 
 def cast(name: str, value: np.ndarray, dtype: Any) -> np.ndarray:

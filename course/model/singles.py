@@ -137,9 +137,7 @@ def check_kind(file: Path, arrays: Mapping[str, Stored], naming: Naming) -> None
         if model and not naming.kinds.match(model):
             kind = f"is for {model}"
     if kind:
-        raise ValueError(
-            f"{file} {kind}: this model is {naming.called}, so take a file for one of these."
-        )
+        raise ValueError(f"{file} {kind}: this model is {naming.called}, so take a file for that.")
 
 
 def find_layout(
