@@ -12,8 +12,8 @@ import peft
 import torch
 import transformers
 
-from tests.makers.common import CHECKPOINTS, GUIDANCE, to_16_bits
-from tests.makers.pipelines import build_pipeline, folder_to_write, versions
+from tests.makers.common import CHECKPOINTS
+from tests.makers.pipelines import build_pipeline, draw, folder_to_write, versions
 
 TAUGHT = CHECKPOINTS / "taught"
 STEPS = 10
@@ -30,20 +30,14 @@ def main() -> None:
     pipeline.load_lora_weights(TAUGHT, weight_name="bowtie.safetensors")
     latents = np.random.default_rng(0).standard_normal((len(PROMPTS), 4, 8, 8), np.float32)
     with torch.no_grad():
-        images = pipeline(
-            PROMPTS,
-            latents=torch.from_numpy(latents),
-            num_inference_steps=STEPS,
-            guidance_scale=GUIDANCE,
-            output_type="np",
-        ).images
+        images = draw(pipeline, PROMPTS, latents, STEPS)
     np.savez_compressed(
         folder / "pytorch-finetune.npz",
         versions=json.dumps(versions(torch, diffusers, transformers, peft)),
         prompts=PROMPTS,
         ids=pipeline.tokenizer(PROMPTS, padding="max_length", max_length=77).input_ids,
         latents=latents,
-        images=to_16_bits(images),
+        images=images,
     )
 
 

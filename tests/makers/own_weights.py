@@ -30,7 +30,7 @@ from course import sd
 from course.sd import Config
 from course.sd.convert import original_name
 from course.shapes import scenes
-from tests.makers import common
+from tests.makers import common, pipelines
 from tests.makers.common import CHECKPOINTS, FIXTURES, GUIDANCE
 from tests.makers.files import edit_json, single_file
 from tests.makers.loras import FILES
@@ -42,14 +42,7 @@ PROMPTS = ["a large red heart on a white background", "a large blue heart on a y
 
 def draw(pipeline: diffusers.DiffusionPipeline, latents: np.ndarray) -> np.ndarray:
     """Images of the prompts, 16 bits for each number."""
-    images = pipeline(
-        PROMPTS,
-        latents=torch.from_numpy(latents),
-        num_inference_steps=STEPS,
-        guidance_scale=GUIDANCE,
-        output_type="np",
-    ).images
-    return common.to_16_bits(images)
+    return pipelines.draw(pipeline, PROMPTS, latents, STEPS)
 
 
 def load_lora(pipeline: diffusers.DiffusionPipeline, name: str) -> None:

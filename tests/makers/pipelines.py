@@ -8,6 +8,7 @@ from types import ModuleType
 
 os.environ["USE_FLAX"] = "0"
 import diffusers
+import numpy as np
 import torch
 from transformers import (
     CLIPTextConfig,
@@ -17,7 +18,14 @@ from transformers import (
 )
 
 from course.model.files import read_part, to_channels_first
-from tests.makers.common import CHECKPOINTS, FIXTURES, made_up, made_up_input
+from tests.makers.common import (
+    CHECKPOINTS,
+    FIXTURES,
+    GUIDANCE,
+    made_up,
+    made_up_input,
+    to_16_bits,
+)
 
 MODULES = {
     "unet": diffusers.UNet2DConditionModel,
@@ -92,6 +100,20 @@ def build_pipeline(name: str) -> diffusers.DiffusionPipeline:
         )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def draw(
+    pipeline: diffusers.DiffusionPipeline, prompts: list[str], latents: np.ndarray, steps: int
+) -> np.ndarray:
+    """Images of prompts, 16 bits for each number."""
+    images = pipeline(
+        prompts,
+        latents=torch.from_numpy(latents),
+        num_inference_steps=steps,
+        guidance_scale=GUIDANCE,
+        output_type="np",
+    ).images
+    return to_16_bits(images)
 
 
 def fill(module: torch.nn.Module) -> torch.nn.Module:

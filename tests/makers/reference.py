@@ -17,6 +17,7 @@ from tests.makers import common
 from tests.makers.pipelines import (
     build_module,
     build_pipeline,
+    draw,
     fill,
     folder_to_write,
     given,
@@ -55,14 +56,7 @@ def draw_images() -> dict:
         for sampler, steps in common.STEPS.items():
             scheduler = getattr(diffusers, common.SCHEDULERS[sampler])
             pipeline.scheduler = scheduler.from_config(schedule)
-            images = pipeline(
-                common.PROMPTS,
-                latents=torch.from_numpy(latents),
-                num_inference_steps=steps,
-                guidance_scale=common.GUIDANCE,
-                output_type="np",
-            ).images
-            found[f"{name} {sampler}"] = common.to_16_bits(images)
+            found[f"{name} {sampler}"] = draw(pipeline, common.PROMPTS, latents, steps)
     return found
 
 
