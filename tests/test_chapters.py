@@ -3,8 +3,7 @@
 import nbformat
 import pytest
 
-from lab.site.chapters import CHAPTERS
-from lab.site.workshop import tags
+from lab.site.chapters import CHAPTERS, tags
 
 TAGS = {"setup", "exercise", "solution", "predict", "timing", "hide-cell", "hide-input"}
 

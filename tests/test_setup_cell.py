@@ -14,12 +14,10 @@ import pytest
 import helpers
 from helpers import startup
 from lab.site import set_repo
+from lab.site.chapters import CHAPTERS, tags
 
-CHAPTERS = sorted((set_repo.ROOT / "notebooks").glob("[0-9]*.ipynb"))
 (CELL,) = (
-    cell.source
-    for cell in nbformat.read(CHAPTERS[0], as_version=4).cells
-    if "setup" in cell.metadata.get("tags", [])
+    cell.source for cell in nbformat.read(CHAPTERS[0], as_version=4).cells if "setup" in tags(cell)
 )
 # As make set-repo writes it.
 STAMPED = set_repo.replace_name(CELL, set_repo.stamped_repository(), "me/course")[0]

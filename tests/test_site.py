@@ -16,6 +16,7 @@ from bs4 import BeautifulSoup
 import helpers
 from course.tpu import records
 from lab.site import build_site, set_repo, translations
+from lab.site.chapters import tags
 from lab.site.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,10 +30,6 @@ def parse(page: Path) -> BeautifulSoup:
 
 def name_of(file: Path) -> str:
     return file.stem
-
-
-def tags(cell) -> list[str]:
-    return cell.metadata.get("tags", [])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from lab.site import workshop
-from lab.site.chapters import CHAPTERS
+from lab.site.chapters import CHAPTERS, tags
 from lab.site.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ def cells_of(notebook: Path):
 
 
 def solutions(chapter: Path) -> list[str]:
-    return [cell.source for cell in cells_of(chapter) if "solution" in workshop.tags(cell)]
+    return [cell.source for cell in cells_of(chapter) if "solution" in tags(cell)]
 
 
 @pytest.mark.parametrize("name", ["student", "instructor", "chinese"])
@@ -91,4 +91,4 @@ def test_the_student_set_runs_without_what_solutions_define(sets):
 def test_an_instructors_notebook_runs_without_a_network(executed_again):
     """In full, from the unpacked set."""
     assert all(cell.execution_count for cell in executed_again if cell.cell_type == "code")
-    assert [cell for cell in executed_again if "solution" in workshop.tags(cell) and cell.outputs]
+    assert [cell for cell in executed_again if "solution" in tags(cell) and cell.outputs]

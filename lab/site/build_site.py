@@ -26,7 +26,7 @@ from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from course.tpu import records
 from lab.site import browser_demo
-from lab.site.chapters import CHAPTERS, EXECUTED, find_problem
+from lab.site.chapters import CHAPTERS, EXECUTED, find_problem, tags
 from lab.site.lock import PYTHONS, locked_versions, named_packages
 from lab.site.translations import LANGUAGE, place_of
 
@@ -118,7 +118,7 @@ def label_folded_cells(notebook, language: str) -> None:
     """Let each folded cell say what is in it."""
     for cell in notebook.cells:
         for tag, name in FOLDED[language].items():
-            if tag in cell.metadata.get("tags", []):
+            if tag in tags(cell):
                 cell.metadata.setdefault("mystnb", {}).update(
                     code_prompt_show=SHOW[language].format(name),
                     code_prompt_hide=HIDE[language].format(name),

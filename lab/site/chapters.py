@@ -43,6 +43,11 @@ def count_workers() -> int:
     return 2 if has_room and not has_accelerator else 1
 
 
+def tags(cell) -> set[str]:
+    """Return the tags of a cell, which say what it is: "setup", "solution" and others."""
+    return set(cell.metadata.get("tags", []))
+
+
 def find_problem(notebook) -> str | None:
     """Why an executed chapter did not run to its end, in a line; None if it did."""
     for number, cell in enumerate(notebook.cells, start=1):

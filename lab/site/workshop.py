@@ -25,10 +25,6 @@ WORKSHOP = ROOT / "docs" / "workshop"
 BUILD = ROOT / "build" / "workshop"
 
 
-def tags(cell) -> set[str]:
-    return set(cell.metadata.get("tags", []))
-
-
 def write_set(name: str, language: str = "en") -> Path:
     """Write a set, "student" or "instructor", as a folder and as a zip file of it.
 
