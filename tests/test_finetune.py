@@ -127,6 +127,12 @@ def test_losses_depend_neither_on_devices_nor_on_what_is_computed_twice(study):
     np.testing.assert_allclose(otherwise, alone, rtol=2e-5)
 
 
+def test_each_step_draws_examples_and_noise_of_its_own(study):
+    """The learning rate of the first step is 0, so the second step has the same model."""
+    first, second, *_ = np.asarray(study(1).losses)
+    assert first != second
+
+
 def test_with_rematerialisation_less_is_kept_for_the_gradients(lesson):
     params, config, data = lesson
     trained = training.init_state(params, RECIPE, True).trained
