@@ -18,7 +18,7 @@ from course.flux2 import transformer
 from course.flux2.configs import TransformerConfig
 from course.model.attention import ring, ulysses
 
-ATTENTION = {"ulysses": ulysses, "ring": ring}
+WAYS = {"ulysses": ulysses, "ring": ring}
 
 
 def split_tokens(
@@ -45,8 +45,8 @@ def split_tokens(
         If there is no such way, or, by the function that is returned, if the devices do not divide
         the heads, which Ulysses needs.
     """
-    if way not in ATTENTION:
-        raise ValueError(f"There is no way {way!r}: choose one of {', '.join(ATTENTION)}.")
+    if way not in WAYS:
+        raise ValueError(f"There is no way {way!r}: choose one of {', '.join(WAYS)}.")
     devices = mesh.shape[tokens]
 
     def velocity(
@@ -79,7 +79,7 @@ def split_tokens(
                 lambda text, image: jnp.concatenate([text, image]), text_places, image_places
             )
             attend = functools.partial(
-                ATTENTION[way], axis=tokens, is_real=is_real if is_padded else None
+                WAYS[way], axis=tokens, is_real=is_real if is_padded else None
             )
             return transformer.predict(p, config, image, text, time, rotation, attend)
 
@@ -93,8 +93,8 @@ def split_tokens(
         )
         moved = run(
             p,
-            fill_up(image, devices, axis=1),
-            fill_up(text, devices, axis=1),
+            pad_to_multiple(image, devices, axis=1),
+            pad_to_multiple(text, devices, axis=1),
             time,
             places_of(image_positions, config, devices),
             places_of(text_positions, config, devices),
@@ -110,10 +110,10 @@ def places_of(
     """Return rotary positions of tokens, and which of them are no padding, filled up."""
     cos, sin = transformer.rotary(positions, config)
     is_real = np.ones(len(positions), bool)
-    return tuple(fill_up(jnp.asarray(x), devices, axis=0) for x in (cos, sin, is_real))
+    return tuple(pad_to_multiple(jnp.asarray(x), devices, axis=0) for x in (cos, sin, is_real))
 
 
-def fill_up(x: jax.Array, devices: int, axis: int) -> jax.Array:
+def pad_to_multiple(x: jax.Array, devices: int, axis: int) -> jax.Array:
     """Add zeros at the end of an axis, so that the devices divide it."""
     padding = [(0, 0)] * x.ndim
     padding[axis] = (0, -x.shape[axis] % devices)
