@@ -153,9 +153,10 @@ def _fits(name: str, value: Any, annotation: Any) -> bool:
         if not of_list or not 0 < len(value) <= LEVELS:
             return False
         return all(_fits(name, each, of_list[0][0]) for each in value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if type(value) in kinds and isinstance(value, int):
-            largest = next(size for word, size in LARGEST.items() if word in name)
-            return (name not in MAY_BE_ZERO) <= value <= largest
+    if type(value) is int and int in kinds:
+        least = 0 if name in MAY_BE_ZERO else 1
+        largest = next(size for word, size in LARGEST.items() if word in name)
+        return least <= value <= largest
+    if type(value) in (int, float):  # some files have a float as a whole number
         return float in kinds and 0 < value < LARGEST_FLOAT
     return type(value) in kinds

@@ -559,15 +559,7 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
             return [file]
         index = find_inside(folder, f"{stem}.safetensors.index{word}.json")
         if index.exists():
-            places = read_json(index).get("weight_map")
-            if not isinstance(places, dict) or not places:
-                raise ValueError(f"{index} does not say where parameters are: get it again.")
-            for name in places.values():
-                if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
-                    raise ValueError(
-                        f"{index} names {name!r}, which is no file beside it: get it again."
-                    )
-            return [find_inside(folder, name) for name in sorted(set(places.values()))]
+            return _files_of_index(index)
     flax_files = [find_inside(folder, file.name) for file in folder.glob("*flax_model.msgpack")]
     if flax_files and not variant:
         return flax_files
@@ -575,6 +567,22 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
     variants = {match[1] for name in names if (match := WITH_VARIANT.fullmatch(name))}
     if not variant and len(variants) == 1:
         return find_files(folder, variants.pop())
+    raise FileNotFoundError(_why_nothing_is_read(folder, variant))
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    """Return the files that an index names, which says where each parameter is."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ValueError(f"{index} does not say where parameters are: get it again.")
+    for name in places.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", name):
+            raise ValueError(f"{index} names {name!r}, which is no file beside it: get it again.")
+    return [find_inside(index.parent, name) for name in sorted(set(places.values()))]
+
+
+def _why_nothing_is_read(folder: Path, variant: str | None) -> str:
+    """Return a sentence on what a part's folder has in place of parameters, and what to do."""
     there = ", ".join(sorted(file.name for file in folder.glob("*model*"))) or "nothing"
     if "-of-" in there and ".index" not in there:
         advice = "their index (….safetensors.index.json) is missing, so download the folder again"
@@ -589,7 +597,7 @@ def find_files(folder: Path, variant: str | None = None) -> list[Path]:
             "get safetensors; a .bin or .ckpt is not read, as it is a pickle, which can run any "
             "program"
         )
-    raise FileNotFoundError(f"{folder} has no parameters that can be read, but {there}: {advice}.")
+    return f"{folder} has no parameters that can be read, but {there}: {advice}."
 
 
 def read_part(folder: Path, variant: str | None = None) -> dict[str, Stored | np.ndarray]:

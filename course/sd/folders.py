@@ -161,15 +161,16 @@ def copy_settings(
     schedule = schedule or own
     file = find_inside(folder, "scheduler", "scheduler_config.json")
     options = read_json(file)
-    written_for = SCHEDULERS.get(part_class(source, index, "scheduler"))
-    if schedule.rescale_betas_zero_snr and not (written_for and written_for.begins_at_noise):
+    scheduler = SCHEDULERS.get(part_class(source, index, "scheduler"))
+    begins_at_noise = scheduler is not None and scheduler.begins_at_noise
+    if schedule.rescale_betas_zero_snr and not begins_at_noise:
         index["scheduler"] = ["diffusers", "DDIMScheduler"]
         options |= {"_class_name": "DDIMScheduler", "clip_sample": False}
-    write_json(folder / "model_index.json", index)
     for name, value in asdict(schedule).items():
         # Where the file does not say something, Flax' classes have other defaults than PyTorch's.
         if name != "sampler" and (is_flax or value != getattr(own, name)):
             options[name] = value
+    write_json(folder / "model_index.json", index)
     write_json(file, options)
 
 

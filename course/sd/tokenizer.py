@@ -126,37 +126,7 @@ def read_encoder(folder: str | Path, room: int = ROOM) -> Encoder:
     names = ("bos_token", "eos_token", "pad_token")
     start, end, fill = (special_token(settings_file, settings, name) for name in names)
     try:
-        merges = [tuple(pair.split() if isinstance(pair, str) else pair) for pair in merges]
-        if isinstance(added, list):
-            added = {token["id"]: token for token in added}
-        for token in (start, end):
-            if token not in vocabulary and token not in str(added):
-                raise ValueError(f"{token!r} is no token of it")
-        contents = {token["content"] for token in added.values()}
-        _check_merges(vocabulary, merges, contents | {start, end, fill})
-        pieces = models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end)
-        splitter = tokenizers.Tokenizer(pieces)
-        splitter.normalizer = normalizers.Sequence(
-            [
-                normalizers.NFC(),
-                normalizers.Replace(Regex(r"\s+"), " "),
-                normalizers.Lowercase(),
-            ]
-        )
-        splitter.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(PATTERN), behavior="removed", invert=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-        for token in dict.fromkeys((start, end, fill)):  # each once
-            splitter.add_special_tokens([AddedToken(token, normalized=True)])
-        for number, token in sorted((int(number), token) for number, token in added.items()):
-            if token["content"] not in (start, end, fill):
-                flags = {name: token[name] for name in TOKEN_FLAGS if name in token}
-                splitter.add_tokens([AddedToken(token["content"], **flags)])
-            if splitter.token_to_id(token["content"]) != number:
-                raise ValueError(f"its token {token['content']!r} has no place at {number}")
+        splitter = _build_splitter(vocabulary, merges, added, (start, end, fill))
     except Exception as error:  # the package raises no kind of its own
         what = str(error).partition("\n")[0]  # the other lines are about types of the package
         raise ValueError(f"{folder} holds no tokenizer of CLIP: {what}. Get it again.") from None
@@ -167,6 +137,48 @@ def read_encoder(folder: str | Path, room: int = ROOM) -> Encoder:
         end=splitter.token_to_id(end),
         fill=splitter.token_to_id(fill),
     )
+
+
+def _build_splitter(
+    vocabulary: dict, merges: list, added: dict | list, special: tuple[str, str, str]
+) -> tokenizers.Tokenizer:
+    """Build what cuts texts into tokens, from what ``_read_pieces`` gives.
+
+    ``special`` are the tokens that start, end and fill up.
+    """
+    start, end, _ = special
+    if isinstance(added, list):
+        added = {token["id"]: token for token in added}
+    for token in (start, end):
+        if token not in vocabulary and token not in str(added):
+            raise ValueError(f"{token!r} is no token of it")
+    merges = [tuple(pair.split() if isinstance(pair, str) else pair) for pair in merges]
+    contents = {token["content"] for token in added.values()}
+    _check_merges(vocabulary, merges, contents | set(special))
+    pieces = models.BPE(vocabulary, merges, end_of_word_suffix="</w>", unk_token=end)
+    splitter = tokenizers.Tokenizer(pieces)
+    splitter.normalizer = normalizers.Sequence(
+        [
+            normalizers.NFC(),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Lowercase(),
+        ]
+    )
+    splitter.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    for token in dict.fromkeys(special):  # each once
+        splitter.add_special_tokens([AddedToken(token, normalized=True)])
+    for number, token in sorted((int(number), token) for number, token in added.items()):
+        if token["content"] not in special:
+            flags = {name: token[name] for name in TOKEN_FLAGS if name in token}
+            splitter.add_tokens([AddedToken(token["content"], **flags)])
+        if splitter.token_to_id(token["content"]) != number:
+            raise ValueError(f"its token {token['content']!r} has no place at {number}")
+    return splitter
 
 
 def _check_merges(vocabulary: dict, merges: list, whole: set[str]) -> None:
@@ -185,7 +197,7 @@ def _check_merges(vocabulary: dict, merges: list, whole: set[str]) -> None:
         warnings.warn(
             f"A tokenizer joins nothing to {len(lost)} of its {len(vocabulary)} pieces, such as "
             f"{lost[-1]!r}: unless it is meant to be so, download its merges again.",
-            stacklevel=4,
+            stacklevel=6,  # whoever called load
         )
 
 

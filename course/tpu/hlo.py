@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 
@@ -308,23 +309,52 @@ def product_flops(line: str, shapes: dict[str, list[int]]) -> float:
     inputs = dict(zip(labels[0], shapes[left], strict=True))
     kernel = dict(zip(labels[1], shapes[right], strict=True))
     result = dict(zip(labels[2], output, strict=True))
+    axes = sorted(set(labels[2]) - {"b", "f"})  # those along which the kernel slides
+    count = result["b"] * result["f"] * kernel["i"]
+    for axis, window in zip(axes, read_windows(line, len(axes)), strict=True):
+        count *= count_pairs(inputs[axis], kernel[axis], result[axis], window)
+    return 2.0 * count
+
+
+class Window(NamedTuple):
+    """How a convolution's kernel slides along one axis, as a program's text says it."""
+
+    padding: int = 0  # before the first number
+    stride: int = 1
+    input_dilation: int = 1  # how far the input's numbers are apart, with zeros between them
+    kernel_dilation: int = 1  # how far the numbers are apart that the kernel reads
+
+
+def read_windows(line: str, axes: int) -> list[Window]:
+    """Read how a convolution slides along each of so many axes.
+
+    Examples
+    --------
+    >>> read_windows("window={size=3x3 stride=2x2 pad=1_1x0_1}", 2)[1]
+    Window(padding=0, stride=2, input_dilation=1, kernel_dilation=1)
+    """
     window = re.search(r"window=\{([^}]*)\}", line)
     settings = dict(part.split("=") for part in window[1].split()) if window else {}
-    count = result["b"] * result["f"] * kernel["i"]
-    for n, axis in enumerate(sorted(set(labels[2]) - {"b", "f"})):
+    windows = []
+    for axis in range(axes):
+        along = {name: text.split("x")[axis] for name, text in settings.items()}
+        windows.append(
+            Window(
+                padding=int(along.get("pad", "0_0").split("_")[0]),
+                stride=int(along.get("stride", 1)),
+                input_dilation=int(along.get("lhs_dilate", 1)),
+                kernel_dilation=int(along.get("rhs_dilate", 1)),
+            )
+        )
+    return windows
 
-        def setting(name: str, default: str, n: int = n) -> str:
-            return settings[name].split("x")[n] if name in settings else default
 
-        low = int(setting("pad", "0_0").split("_")[0])
-        stride = int(setting("stride", "1"))
-        dilate = int(setting("lhs_dilate", "1"))
-        spread = int(setting("rhs_dilate", "1"))
-        last = (inputs[axis] - 1) * dilate
-        pairs = 0
-        for place in range(result[axis]):
-            for step in range(kernel[axis]):
-                at = place * stride - low + step * spread
-                pairs += 0 <= at <= last and at % dilate == 0
-        count *= pairs
-    return 2.0 * count
+def count_pairs(inputs: int, kernel: int, result: int, window: Window) -> int:
+    """Count the numbers of an input that a kernel meets along one axis, in all of its places."""
+    end = (inputs - 1) * window.input_dilation
+    pairs = 0
+    for place in range(result):
+        for step in range(kernel):
+            at = place * window.stride - window.padding + step * window.kernel_dilation
+            pairs += 0 <= at <= end and at % window.input_dilation == 0
+    return pairs
