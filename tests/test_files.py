@@ -346,10 +346,6 @@ def rewritten(name, change):
     return spoil
 
 
-def renamed(name, new_name):
-    return lambda folder: (folder / name).rename((folder / name).with_name(new_name))
-
-
 SHARD = "diffusion_pytorch_model-0000{}-of-00003.safetensors"
 INDEX = f"{UNET}.index.json"
 
