@@ -111,6 +111,14 @@ def test_an_all_to_all_passes_the_middle_of_the_grid():
     assert least_seconds([exchange], "v6e", 4) == pytest.approx(size / 2 / 100e9)
 
 
+def test_what_goes_one_way_round_has_one_link():
+    permute = Exchange("collective-permute", is_async=True, number=1, runs=1, bytes=10**9)
+    gather = Exchange("all-gather", is_async=True, number=1, runs=1, bytes=10**9)
+    assert least_seconds([permute], "v5e", 8) == pytest.approx(10e-3)
+    both = least_seconds([permute, gather], "v5e", 8, one_way=True)
+    assert both == pytest.approx(20e-3 + 7 / 8 * 10e-3)
+
+
 def test_an_unknown_collective_is_named():
     with pytest.raises(ValueError, match="No collective 'broadcast'"):
         received_share("broadcast", 8)
@@ -150,5 +158,6 @@ def test_the_compiler_counts_what_arithmetic_says(chip):
     assert splits[f"step, {chip}, ring"].exchanged == pytest.approx(25 * 2 * 7 * array, rel=0.01)
     least = {}
     for way in ("tensor", "tensor, parts apart", "sequence", "ring", "Ulysses"):
-        least[way] = least_seconds(splits[f"step, {chip}, {way}"].exchanges, chip, 8)
+        exchanges = splits[f"step, {chip}, {way}"].exchanges
+        least[way] = least_seconds(exchanges, chip, 8, one_way=way == "ring")
     assert min(least, key=least.get) == "Ulysses"

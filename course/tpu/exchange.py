@@ -2,8 +2,10 @@
 
 The links of a chip lead to its neighbours. On these grids, two rows of two or four chips, all chips
 lie on one ring, and pieces can go round it both ways. So a collective that sends pieces round, such
-as an all-gather, has both links of each chip. An all-to-all has a piece for each pair of chips:
-what half of the chips have for the other half must pass the links between the two.
+as an all-gather, has both links of each chip. A collective-permute goes where its program says: if
+that is always onward, as in `attention.ring`, a chip receives over one link. An all-to-all has a
+piece for each pair of chips: what half of the chips have for the other half must pass the links
+between the two. All of this takes for granted that neighbours of a mesh are neighbours on the grid.
 """
 
 from collections.abc import Iterable
@@ -56,7 +58,9 @@ def received_bytes(exchanges: Iterable[Exchange], chips: int) -> float:
     return sum(received_share(each.kind, chips) * each.bytes for each in exchanges)
 
 
-def least_seconds(exchanges: Iterable[Exchange], chip: str, chips: int) -> float:
+def least_seconds(
+    exchanges: Iterable[Exchange], chip: str, chips: int, one_way: bool = False
+) -> float:
     """Return the seconds that the links need at least for what one step exchanges.
 
     Parameters
@@ -67,10 +71,13 @@ def least_seconds(exchanges: Iterable[Exchange], chip: str, chips: int) -> float
         ``v5e`` or ``v6e``.
     chips : int
         4 or 8, as `tpu_devices` places them.
+    one_way : bool
+        Whether all collective-permutes go the same way round the ring.
     """
     seconds = 0.0
     for exchange in exchanges:
-        by_ring = received_bytes([exchange], chips) / (2 * LINKS[chip])
+        links = 1 if one_way and exchange.kind == "collective-permute" else 2
+        by_ring = received_bytes([exchange], chips) / (links * LINKS[chip])
         if exchange.kind == "all-to-all":
             by_ring = max(by_ring, bisection_seconds(exchange.bytes, chip, chips))
         seconds += by_ring
