@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
@@ -112,15 +113,17 @@ def pip_command(packages: list[Package]) -> str:
 
 
 def quiet_warnings() -> None:
-    """Show of what diffusers and transformers log only the errors.
+    """Show of what diffusers and transformers log only the errors, and of tqdm not one warning.
 
     Two warnings would otherwise stand in the output of nearly every chapter: that each Flax class
     is deprecated and will be removed, which is why the course keeps to the last versions that have
     them; and, on five lines, that a pipeline was loaded without its safety checker, and that
     unfiltered images are not to be shown to the public. Chapter 4 explains the safety checker and
-    shows that warning.
+    shows that warning. The third is that ipywidgets, which draws progress bars, is not installed.
 
-    Both packages read their environment variable when they are imported, so call this before.
+    diffusers and transformers read their environment variable when they are imported, and tqdm
+    warns then, so call this before.
     """
     os.environ["DIFFUSERS_VERBOSITY"] = "error"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    warnings.filterwarnings("ignore", message="IProgress not found")

@@ -17,10 +17,10 @@ def start() -> None:
     """Make a kernel ready for a chapter, or say in one sentence what stands in the way.
 
     Without an accelerator, the CPU becomes eight devices, or as many as the environment variable
-    ``TUTORIAL_DEVICES`` says (``simulate_devices``), and two warnings of diffusers and
-    transformers are silenced (``quiet_warnings``). Free memory goes back to the system, as some
-    platforms have little. Programs that JAX prints are without colours, some of which are hard to
-    read on a white or a black page.
+    ``TUTORIAL_DEVICES`` says (``simulate_devices``), and three warnings of diffusers,
+    transformers and tqdm are silenced (``quiet_warnings``). Free memory goes back to the system, as
+    some platforms have little. Programs that JAX prints are without colours, some of which are hard
+    to read on a white or a black page.
 
     Raises
     ------
