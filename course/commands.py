@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 3.4028234e38  # of float32
+MOST_LETTERS = 2000  # of an error, which may quote a file
 
 
 def make_parser(command: str, description: str, **options: Any) -> argparse.ArgumentParser:
@@ -157,8 +158,9 @@ def run(
     Returns
     -------
     int
-        The exit status: the function's, by default 0; 1 after an error, or 130 if it was
-        interrupted. (If the arguments are wrong, argparse exits with 2.)
+        The exit status: the function's, by default 0; 1 after an error; or 130 after Ctrl-C, and
+        143 if the process was told to end, as shells have it. (If the arguments are wrong, argparse
+        exits with 2.)
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # what an old terminal cannot show must not stop work
@@ -179,20 +181,33 @@ def run(
         if errors and isinstance(error, errors.JaxRuntimeError):
             raise  # nothing that a sentence could explain
         said = explain_os_error(error) if isinstance(error, OSError) else str(error)
-        print(" ".join(said.split()), file=sys.stderr)
+        print(in_one_line(said), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(interrupted, file=sys.stderr)
-        return 130
+        return 128 + next(iter(error.args), signal.SIGINT)
     return status or 0
+
+
+def in_one_line(text: str) -> str:
+    """Return a text as one line that a terminal only shows, whoever wrote the names in it.
+
+    >>> in_one_line("a\\nfile called \\x1b[2J")
+    'a file called \\\\x1b[2J'
+    """
+    line = " ".join(text.split())[:MOST_LETTERS]
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in line)
 
 
 @contextlib.contextmanager
 def ending_as_ctrl_c() -> Iterator[None]:
-    """Let a process that is told to end do so as after Ctrl-C: when its machine is shut down."""
+    """Let a process that is told to end do so as after Ctrl-C: when its machine is shut down.
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    The ``KeyboardInterrupt`` has the number of the signal.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)
 
     before = {}
     is_main = threading.current_thread() is threading.main_thread()  # no other gets signals

@@ -21,6 +21,8 @@ import json
 import logging
 import os
 import re
+import reprlib
+import signal
 import socket
 import sys
 import time
@@ -51,10 +53,15 @@ from helpers.models import NO_WEIGHTS, bundled_names, find_local
 
 Rows = dict[str, np.ndarray]  # columns, one entry for each image
 
+# Ray reads this when it is imported. Of a process that died it would print lines of 800 letters.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+
 INSTALL = 'pip install "ray[data]"'
 PATIENCE = 1800  # seconds without any image after which to give up: a large model has to load
 SETTINGS_FILE = "settings.json"
 SHOWN = 5  # warnings about prompts; of the others, their number
+MOST_ROWS = 10**7  # of a file with prompts, so that none can fill the memory
+MOST_TEXT = 10**9  # letters of all its prompts
 MOST_LETTERS = 200  # of a warning, which may quote a prompt of any length
 
 
@@ -238,6 +245,11 @@ def add_pictures(rows: list[dict], file: Path, folder: Path) -> list[dict]:
                 f"Row {row['number']} of {file} edits {picture}, which is not there: correct the "
                 "name, or --edit."
             )
+        if not picture.resolve().is_relative_to(folder.resolve()):
+            raise RuntimeError(
+                f"Row {row['number']} of {file} edits {picture}, which is outside of {folder}: put "
+                "it there, or correct --edit."
+            )
         try:
             open_image(picture)
         except ValueError as error:
@@ -255,13 +267,20 @@ def read_column(file: Path, name: str) -> list[str | None]:
     RuntimeError
         If the file cannot be read, or has no such column, or no texts in it.
     """
+    cells, letters = [], 0
     try:
-        cells = list(_read_cells(file, name))
-    except (OSError, ValueError, KeyError, csv.Error) as error:
+        for number, cell in enumerate(_read_cells(file, name)):
+            if not isinstance(cell, str | None):
+                shown = reprlib.repr(cell)
+                raise RuntimeError(f"The prompts in {file} are no texts: row {number} is {shown}.")
+            letters += len(cell or "")
+            if number >= MOST_ROWS or letters > MOST_TEXT:
+                raise ValueError(
+                    f"it has more than {MOST_ROWS} rows or {MOST_TEXT} letters, so split it"
+                )
+            cells.append(cell)
+    except (OSError, ValueError, KeyError, RecursionError, csv.Error) as error:
         raise RuntimeError(f"The prompts in {file} cannot be read: {error}.") from None
-    for number, cell in enumerate(cells):
-        if not isinstance(cell, str | None):
-            raise RuntimeError(f"The prompts in {file} are no texts: row {number} is {cell!r}.")
     return cells
 
 
@@ -271,7 +290,13 @@ def _read_cells(file: Path, name: str) -> Iterator[Any]:
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        yield from pyarrow.parquet.read_table(file, columns=[name])[name].to_pylist()
+        with pyarrow.parquet.ParquetFile(file) as table:
+            if name not in table.schema_arrow.names:
+                raise ValueError(f"its columns are {table.schema_arrow.names}, not {name!r}")
+            if table.metadata.num_rows > MOST_ROWS:
+                raise ValueError(f"it has {table.metadata.num_rows} rows, so split it")
+            for batch in table.iter_batches(256, columns=[name]):  # a row may be large
+                yield from batch[name].to_pylist()
         return
     if suffix in (".json", ".xlsx", ".xls", ".ods", ".yaml", ".yml"):
         raise ValueError(f"{suffix} is not read, so save them as .txt, .csv, .jsonl or .parquet")
@@ -325,11 +350,14 @@ def warn_about_prompts(rows: list[dict], checkpoint: Checkpoint) -> None:
     tokenize = code.load_tokenizer(folder, code.read_config(folder))
     sentences = list(find_warnings(rows, tokenize.say_what_is_lost, words))
     for sentence in sentences[:SHOWN]:
-        if len(sentence) > MOST_LETTERS:
-            sentence = f"{sentence[:MOST_LETTERS]} ..."
-        print(f"Warning: {sentence}", file=sys.stderr)
+        print(f"Warning: {shorten(sentence)}", file=sys.stderr)
     if len(sentences) > SHOWN:
         print(f"Warning: {len(sentences) - SHOWN} more of this kind.", file=sys.stderr)
+
+
+def shorten(text: str) -> str:
+    """Return the first letters of a text that may quote a prompt of any length."""
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} ..."
 
 
 # What comes out.
@@ -379,6 +407,8 @@ def write_pngs(rows: Rows, folder: Path, settings: Settings) -> None:
 def read_texts(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """Yield each image of a folder: its file, and what is written in it."""
     for file in sorted(folder.glob("[0-9]*.png")):
+        if not file.is_file():
+            raise RuntimeError(f"{file} cannot be read (it is no file): remove it.")
         try:
             with Image.open(file, formats=["png"]) as image:
                 yield file, dict(image.info)
@@ -389,14 +419,14 @@ def read_texts(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 def read_settings(folder: Path) -> dict[str, str] | None:
     """Return the settings that a folder was made with; None if it has no ``settings.json``."""
     file = folder / SETTINGS_FILE
+    if not file.is_file():
+        return None
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{file} cannot be read ({error}): remove it.") from None
     if not isinstance(kept, dict):
-        raise RuntimeError(f"{file} holds no settings, but {kept!r}: remove it.")
+        raise RuntimeError(f"{file} holds no settings, but {reprlib.repr(kept)}: remove it.")
     return kept
 
 
@@ -404,8 +434,9 @@ def check_same(file: Path, texts: dict[str, str], wanted: dict[str, str | None])
     """Raise ``RuntimeError`` if a file has other settings, another prompt, or another picture."""
     for name, text in wanted.items():
         if texts.get(name) != text:
+            there = shorten(repr(texts.get(name)))
             raise RuntimeError(
-                f"{file} is there already with the {name} {texts.get(name)!r}, not {text!r}: "
+                f"{file} is there already with the {name} {there}, not {shorten(repr(text))}: "
                 "give a different OUT, or remove what is in this one."
             )
 
@@ -488,13 +519,16 @@ def start_ray(
             "_node_ip_address": "127.0.0.1",
         }
     if not ray.is_initialized():
-        # Ray gives its processes 15 seconds. The first time on a machine they also compile their
-        # code, so a second try here is faster than the first.
-        tries = 2 if address == "local" else 1
+        # Ray gives one of its processes 15 seconds to import what it needs, which no option changes
+        # (ray-project/ray 65983). The first time on a machine it also compiles that, so a second
+        # try here is faster than the first.
+        tries = 3 if address == "local" else 1
         for number in range(1, tries + 1):
             try:
                 ray.init(address, **options)
                 break
+            except SystemExit:  # which Ray makes of SIGTERM
+                raise KeyboardInterrupt(signal.SIGTERM) from None
             except Exception as error:  # of a start that takes too long, Ray says no more
                 ray.shutdown()
                 if number < tries:
@@ -647,13 +681,13 @@ def _draw_into(
     cpus = max(options.actors or 1, os.cpu_count() or 1)
     start_ray(options.address, cpus, options.patience)
     try:
-        plan = plan_actors(options.actors, options.chips)
-        batches = -(-len(missing) // settings.batch)
-        plan["actors"] = min(plan["actors"], batches)
-        # These, or there are no images yet.
-        content = json.dumps(settings.texts(), indent=1) + "\n"
-        write_bytes(folder / SETTINGS_FILE, content.encode())
-        with ending_as_ctrl_c():  # importing Ray has set what happens instead
+        with ending_as_ctrl_c():  # Ray has set what happens instead
+            plan = plan_actors(options.actors, options.chips)
+            batches = -(-len(missing) // settings.batch)
+            plan["actors"] = min(plan["actors"], batches)
+            # These, or there are no images yet.
+            content = json.dumps(settings.texts(), indent=1) + "\n"
+            write_bytes(folder / SETTINGS_FILE, content.encode())
             for _ in draw_rows(missing, settings, write, **plan).iter_batches(batch_size=None):
                 pass
     except Exception as error:

@@ -6,6 +6,7 @@ Chapter 10 kills an actor and draws what is missing: it compares the images bit 
 import json
 import os
 import shutil
+import signal
 import sys
 from functools import partial
 
@@ -178,6 +179,11 @@ def test_edits_by_flux2_go_on_with_the_same_bits_and_of_the_same_pictures_alone(
             "Row 0 of .*wishes.csv names no picture: write",
         ),
         ("wishes.csv", "prompt,file_name\nblue,b.png\n", "Row 0 of .* edits .*b.png, which is not"),
+        (
+            "wishes.csv",
+            f"prompt,file_name\nblue,{__file__}\n",
+            r"edits .*test_draw\.py, which is outside of .*: put it there, or correct --edit",
+        ),
         ("wishes.csv", "prompt,file_name\nblue,a.png\n", "a.png is damaged, or no image in PNG"),
     ],
 )
@@ -219,6 +225,8 @@ def test_without_ray_the_command_says_how_to_get_it(prompts, tmp_path, monkeypat
         ),
         ("prompts.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', "line 2 has no key 'prompt'"),
         ("prompts.jsonl", b"a red heart\n", "cannot be read"),
+        ("prompts.jsonl", b"[" * 10**5, "cannot be read"),
+        ("prompts.jsonl", b'{"prompt": ["a"]}', r"are no texts: row 0 is \['a'\]"),
         ("prompts.json", b'["a red heart"]', r"\.json is not read, so save them as \.txt"),
     ],
 )
@@ -245,6 +253,24 @@ def test_prompts_come_from_a_column_or_a_key(tmp_path, name, contents):
     ]
 
 
+def test_a_file_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    # A few kilobytes, as the text stands there once.
+    text = pyarrow.DictionaryArray.from_arrays(np.zeros(100, np.int32), ["a" * 10**6])
+    file = tmp_path / "prompts.parquet"
+    parquet.write_table(pyarrow.table({"prompt": text}), file)
+    assert file.stat().st_size < 10**5
+    monkeypatch.setattr(draw, "MOST_TEXT", 10**7)
+    with pytest.raises(RuntimeError, match=r"cannot be read: it has more than .* split it"):
+        draw.read_prompts(file)
+    monkeypatch.setattr(draw, "MOST_ROWS", 3)
+    (tmp_path / "prompts.txt").write_text("a star\n" * 4)
+    with pytest.raises(RuntimeError, match="more than 3 rows or 10000000 letters, so split it"):
+        draw.read_prompts(tmp_path / "prompts.txt")
+
+
 def test_prompts_come_from_parquet_as_well(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
@@ -265,6 +291,33 @@ def test_prompts_come_from_parquet_as_well(tmp_path):
         parquet.write_table(column, tmp_path / "other.parquet")
         with pytest.raises(RuntimeError, match=message):
             draw.read_prompts(tmp_path / "other.parquet")
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking them.")
+def test_a_run_that_is_told_to_end_says_how_to_go_on(
+    prompts, tmp_path, monkeypatch, capsys, name, status
+):
+    pytest.importorskip("ray", reason="Ray has no wheel for this Python on this system.")
+
+    class Drawn:
+        def iter_batches(self, batch_size):
+            write_black(tmp_path, draw.Settings("shapes-sd"))
+            os.kill(os.getpid(), getattr(signal, name))
+            yield
+
+    def start_ray(*_):  # which sets handlers of its own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    monkeypatch.setattr(draw, "start_ray", start_ray)
+    monkeypatch.setattr(draw, "plan_actors", lambda *_: {"actors": 1})
+    monkeypatch.setattr(draw, "draw_rows", lambda *_, **__: Drawn())
+    assert draw.main([str(prompts), str(tmp_path)]) == status
+    output = capsys.readouterr()
+    assert output.err.endswith(
+        "Interrupted: started again, the same command draws what is missing.\n"
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["0000000.png", "settings.json"]
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(prompts, capsys):
@@ -293,6 +346,10 @@ def test_images_of_other_work_are_not_taken_for_ones_own(tmp_path):
             draw.find_missing(tmp_path, other_rows, other_settings)
     with pytest.raises(RuntimeError, match="none of these prompts'"):
         draw.find_missing(tmp_path, rows[1:], settings)
+    with pytest.raises(RuntimeError, match=r"0000001\.png cannot be read \(it is no file\)"):
+        (tmp_path / draw.image_name(1)).mkdir()
+        draw.find_missing(tmp_path, rows, settings)
+    (tmp_path / draw.image_name(1)).rmdir()
     (tmp_path / draw.image_name(1)).write_bytes(b"no image")
     with pytest.raises(RuntimeError, match=r"0000001\.png cannot be read"):
         draw.find_missing(tmp_path, rows, settings)

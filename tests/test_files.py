@@ -346,6 +346,14 @@ def rewritten(name, change):
     return spoil
 
 
+def own_copy(file):
+    """The same file, without a link to that of another folder."""
+    data = file.read_bytes()
+    file.unlink()
+    file.write_bytes(data)
+    return file
+
+
 SHARD = "diffusion_pytorch_model-0000{}-of-00003.safetensors"
 INDEX = f"{UNET}.index.json"
 
@@ -440,6 +448,21 @@ REFUSALS = {
     "an index with a part that is null": (
         replaced("model_index.json", lambda data: data.replace(b'"UNet2DConditionModel"', b"null")),
         "not a whole folder",
+    ),
+    "noise of which nothing is left": (
+        with_option("scheduler/scheduler_config.json", beta_end=2.0),
+        r"whose noise goes from beta_start = .* to beta_end = 2\.0, which has to be more",
+    ),
+    "a pipe in place of weights": (
+        lambda folder: [
+            (folder / UNET).unlink(),
+            os.mkfifo(folder / "unet" / "diffusion_flax_model.msgpack"),
+        ],
+        r"diffusion_flax_model\.msgpack is missing, or no file: download",
+    ),
+    "a text without end": (
+        lambda folder: os.truncate(own_copy(folder / "unet" / "config.json"), 10**9),
+        "unet/config.json has 1000 MB, which no such text has: get it again",
     ),
     "no configuration": (missing("unet/config.json"), "unet/config.json is missing"),
     "no merges": (missing("tokenizer/merges.txt"), "merges.txt is missing: give a whole folder"),
@@ -572,6 +595,15 @@ def test_options_that_no_model_has_are_refused(folder, tmp_path, name, options, 
     with_option(name, **options)(tmp_path)
     with pytest.raises(ValueError, match=message):
         sd.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2J", "a\nb", "\u202eweight", "a" * 501])
+def test_a_name_that_would_spoil_a_message_is_refused(tmp_path, name):
+    file = make.save({name: np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has an array called .*, which is no name") as refused:
+        read_safetensors(file)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.parametrize("how", REFUSALS)

@@ -4,8 +4,10 @@ Training is tried on a model of the bundled one's kind that is as small as can b
 parameters.
 """
 
+import csv
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -21,7 +23,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from PIL import EpsImagePlugin, Image
+from PIL import EpsImagePlugin, Image, ImageCms
 from safetensors.numpy import load_file, save_file
 
 from course import sd
@@ -281,6 +283,28 @@ def test_formats_of_scanners_browsers_and_old_programs_are_read_and_hidden_files
     assert np.abs(images - [1, 0, 0]).max() < 0.03
 
 
+def swap_red_and_green(profile):
+    """An ICC profile in whose colours red is green: the places of two entries are exchanged."""
+    return profile.replace(b"rXYZ", b"xxxx").replace(b"gXYZ", b"rXYZ").replace(b"xxxx", b"gXYZ")
+
+
+def test_the_colours_of_a_photo_are_those_that_its_profile_means(tmp_path):
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    other = swap_red_and_green(srgb)
+    red = Image.new("RGB", (64, 64), (255, 0, 0))
+    red.save(tmp_path / "a.png", icc_profile=srgb)
+    red.save(tmp_path / "b.png", icc_profile=other)
+    transparent = Image.new("RGBA", (64, 64), (255, 0, 0, 255))
+    transparent.save(tmp_path / "c.png", icc_profile=other)
+    red.save(tmp_path / "d.png", icc_profile=b"no profile")
+    Image.new("CMYK", (64, 64), (0, 255, 255, 0)).save(tmp_path / "e.jpg", icc_profile=other)
+    Image.new("L", (64, 64), 255).save(tmp_path / "f.png", icc_profile=other)
+    images, _ = photos.read_folder(tmp_path, 64, 64, "a photo")
+    red, green, white = [1, 0, 0], [0, 1, 0], [1, 1, 1]
+    found = images[:, 32, 32]
+    np.testing.assert_allclose(found, [red, green, green, red, red, white], atol=0.02)
+
+
 def test_a_drawing_in_postscript_starts_no_program(tmp_path, monkeypatch):
     started = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments: started.append(arguments))
@@ -298,6 +322,24 @@ def test_captions_stand_beside_pictures_or_are_one_for_all(tmp_path):
     _, captions = photos.read_folder(folder, 64, 64, "a photo")
     # Files in the order of their names: large, phone, plain, wide.
     assert captions == ["a photo", "ein Foto, schön", "a photo", "a photo"]
+    (folder / "wide.caption").write_text("a wide photo", encoding="utf-8")
+    assert photos.read_folder(folder, 64, 64, "a photo")[1][3] == "a wide photo"
+
+
+def test_captions_are_in_a_table_of_json_lines_or_csv(tmp_path):
+    folder = write_photos(tmp_path / "photos")
+    expected = ["one, two", "second\u2028line", "third", "fourth"]
+    names = sorted(file.name for file in folder.iterdir())
+    rows = [{"file_name": name, "text": text} for name, text in zip(names, expected, strict=True)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (folder / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert photos.read_folder(folder, 64, 64)[1] == expected
+    (folder / "metadata.jsonl").unlink()
+    with (folder / "metadata.csv").open("w", encoding="utf-8", newline="") as opened:
+        table = csv.DictWriter(opened, ["file_name", "text"])
+        table.writeheader()
+        table.writerows(rows)
+    assert photos.read_folder(folder, 64, 64)[1] == expected
 
 
 def without_images(folder):
@@ -326,6 +368,28 @@ def write_texts(text):
 
 BAD_FOLDERS = {
     "empty": (without_images, "has no images: put some there"),
+    "images in folders below": (
+        lambda folder: (
+            (folder.rename(folder.with_name("100_star")) and folder.mkdir())
+            or folder.with_name("100_star").rename(folder / "100_star")
+        ),
+        "has no images, and .*100_star has some: give that",
+    ),
+    "a table that is not read": (
+        lambda folder: (folder / "metadata.jsonl").rename(folder / "metadata.json"),
+        r"has captions in metadata\.json: write them into metadata\.jsonl, as .*file_name",
+    ),
+    "two tables": (
+        lambda folder: (folder / "metadata.csv").write_text("file_name,text\n"),
+        r"has captions in metadata\.csv and metadata\.jsonl: write them into",
+    ),
+    "two captions": (
+        lambda folder: [
+            write_texts("a star")(folder),
+            (folder / "000.caption").write_text("a heart"),
+        ],
+        r"000\.txt and .*000\.caption are for one image: take one out",
+    ),
     "no captions": (
         lambda folder: (folder / "metadata.jsonl").unlink(),
         "000.png has no caption: write one into a .txt file",
@@ -355,6 +419,14 @@ BAD_FOLDERS = {
     "a caption that is no text": (
         replace_line('{"file_name": "000.png", "text": 7}'),
         "Line 1 of .*: write it as",
+    ),
+    "a link to nothing": (
+        lambda folder: [(folder / "001.png").unlink(), (folder / "001.png").symlink_to("none")],
+        "001.png is no file, or a link to nothing: take it out",
+    ),
+    "captions without end": (
+        lambda folder: os.truncate(folder / "metadata.jsonl", 10**9),
+        r"metadata.jsonl has 1000 MB, too many for captions",
     ),
     "no image": (
         lambda folder: (folder / "001.png").write_text("<html>"),

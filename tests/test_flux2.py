@@ -346,6 +346,20 @@ def change(part, **changes):
     return change
 
 
+def change_tokenizer(**changes):
+    """Change rules of the tokenizer."""
+    return lambda folder: make.edit_json(
+        folder / "tokenizer" / "tokenizer.json", lambda found: found | changes
+    )
+
+
+def endless_split():
+    """Rules as Qwen's, but with an expression that takes years for a word of sixty letters."""
+    split = {"type": "Split", "pattern": {"Regex": "(a|a)*(a|aa)+$"}, "behavior": "Isolated"}
+    levels = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [split | {"invert": False}, levels]}
+
+
 def in_8_bits(folder):
     file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
     tensors = {name: value.astype(jnp.float8_e4m3fn) for name, value in load_file(file).items()}
@@ -362,7 +376,15 @@ BAD_FOLDERS = {
     "no tokenizer": (remove("tokenizer/tokenizer.json"), "tokenizer.json is missing"),
     "a damaged tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"),
+        "tokenizer.json is no tokenizer of this model, as it cuts texts by other rules: get",
+    ),
+    "a tokenizer without words": (
+        change_tokenizer(model={"type": "BPE", "dropout": None}),
         "tokenizer.json is no tokenizer: .* Get it again.",
+    ),
+    "a tokenizer with an expression that runs for ever": (
+        change_tokenizer(pre_tokenizer=endless_split()),
+        "tokenizer.json is no tokenizer of this model, as it cuts texts by other rules: get",
     ),
     "a length of prompts that is null": (
         change("tokenizer", model_max_length=None),

@@ -609,6 +609,24 @@ def try_peft(bench):
     assert bench.lora(PEFT).keys() == {"unet", "text_encoder"}  # test_lora draws with it
 
 
+def try_pissa(bench):
+    folder = shutil.copytree(STRANGERS / "peft", bench.place / "peft")
+    file = folder / "adapter_model.safetensors"
+    make.edit_json(folder / "adapter_config.json", lambda old: old | {"init_lora_weights": "eva"})
+    bench.products("peft-bare", file)
+    options = json.dumps({"unet.init_lora_weights": "olora", "unet.lora_alpha": 8})
+    with pytest.raises(ValueError, match="was started by 'olora', which changes the weights"):
+        bench.lora(make.save(load_file(PEFT), bench.file, {"lora_adapter_metadata": options}))
+    make.edit_json(folder / "adapter_config.json", lambda old: old | {"init_lora_weights": "pissa"})
+    bench.lora(file)
+
+
+def try_adalora(bench):
+    layer = "base_model.model.mid_block.resnets.0.time_emb_proj"
+    tensors = {f"{layer}.lora_{half}": np.ones((2, 2), np.float32) for half in "ABE"}
+    bench.lora(make.save(tensors, bench.file))
+
+
 def try_peft_bare(bench):
     bench.products("peft-bare", STRANGERS / "peft" / "adapter_model.safetensors")
 

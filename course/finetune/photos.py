@@ -3,12 +3,16 @@
 Whose layouts of captions are read, ``python -m course.finetune --help`` says.
 """
 
+import csv
+import io
 import json
+import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageCms, ImageOps
 
 # By the formats that Pillow may open, whatever a file is called: those of them that start other
 # programs, as EPS does, are not among them.
@@ -21,6 +25,9 @@ ENDINGS = {
     "AVIF": (".avif",),
     "GIF": (".gif",),
 }
+TABLE = re.compile(r"(metadata|captions?|meta_(cap|lat|clean))\.\w+")  # of captions, in any form
+WANTED = '{"file_name": "a.png", "text": "a caption"}'
+LARGEST_TEXT = 10**8  # bytes, for millions of captions
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # behind a file's "ftyp"
 
 
@@ -37,7 +44,8 @@ def read_folder(
     ----------
     folder : str or Path
         With captions in ``metadata.jsonl``, where each line is an object with ``file_name`` and
-        ``text``. Without that file, the caption of ``a.jpg`` is in ``a.txt``.
+        ``text``, or in ``metadata.csv``, which has columns of these names. Without such a file, the
+        caption of ``a.jpg`` is in ``a.txt`` or ``a.caption``.
     height, width : int
         Of all images, in pixels.
     caption : str, optional
@@ -55,9 +63,10 @@ def read_folder(
     """
     folder = Path(folder)
     names = _find_images(folder)
-    if (folder / "metadata.jsonl").is_file():
-        captions = _read_metadata(folder / "metadata.jsonl")
-        advice = "metadata.jsonl must have a line for each image, and no other"
+    table = _find_table(folder)
+    if table:
+        captions = _read_table(table)
+        advice = f"{table.name} must have a line for each image, and no other"
     else:
         captions = _read_texts(folder, names)
         advice = (
@@ -102,8 +111,9 @@ def read_references(folder: str | Path, photos: str | Path, height: int, width: 
     for name in _find_images(folder):
         by_stem.setdefault(Path(name).stem, []).append(name)
     names = _find_images(photos)
-    if (photos / "metadata.jsonl").is_file():
-        names = list(_read_metadata(photos / "metadata.jsonl"))
+    table = _find_table(photos)
+    if table:
+        names = list(_read_table(table))
     chosen = []
     for name in names:
         match by_stem.get(Path(name).stem, []):
@@ -130,8 +140,27 @@ def _find_images(folder: Path) -> list[str]:
     endings = tuple(ending for some in ENDINGS.values() for ending in some)
     images = [name for name in names if name.lower().endswith(endings)]
     if not images:
+        for file in sorted(folder.glob("*/*")):
+            if file.name.lower().endswith(endings):
+                raise FileNotFoundError(
+                    f"{folder} has no images, and {file.parent} has some: give that."
+                )
         raise FileNotFoundError(f"{folder} has no images: put some there, as {', '.join(endings)}.")
     return images
+
+
+def _find_table(folder: Path) -> Path | None:
+    """Return the file with all captions of a folder, if it has one in a form that is read."""
+    tables = sorted(file for file in folder.iterdir() if TABLE.fullmatch(file.name))
+    if not tables:
+        return None
+    if len(tables) > 1 or tables[0].suffix not in (".jsonl", ".csv"):
+        names = " and ".join(file.name for file in tables)
+        raise ValueError(
+            f"{folder} has captions in {names}: write them into metadata.jsonl, as {WANTED}, and "
+            "take out what else there is."
+        )
+    return tables[0]
 
 
 def _read_images(folder: Path, names: list[str], height: int, width: int) -> np.ndarray:
@@ -152,34 +181,52 @@ def _read_images(folder: Path, names: list[str], height: int, width: int) -> np.
     return np.stack(images)
 
 
-def _read_metadata(file: Path) -> dict[str, str]:
-    """Read the caption of each image by the name of its file, out of ``metadata.jsonl``."""
+def _read_table(file: Path) -> dict[str, str]:
+    """Read the caption of each image by the name of its file, out of JSON lines or CSV."""
     captions = {}
-    # Not splitlines, which takes some signs within a line for its end.
-    for number, line in enumerate(_read_text(file).split("\n"), 1):
-        if not line.strip():
-            continue
+    for place, entry in _read_entries(file):
         try:
-            entry = json.loads(line)
             captions[entry["file_name"]] = entry["text"].strip()
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
-            wanted = '{"file_name": "a.png", "text": "a caption"}'
-            raise ValueError(
-                f"Line {number} of {file} is {line[:50]!r}: write it as {wanted}."
-            ) from None
+        except (KeyError, TypeError, AttributeError):
+            shown = repr(entry)[:80]
+            raise ValueError(f"{place} of {file} is {shown}: write it as {WANTED}.") from None
     return captions
+
+
+def _read_entries(file: Path) -> Iterator[tuple[str, object]]:
+    """Yield what a table of captions has, each with where it stands."""
+    text = _read_text(file)
+    if file.suffix == ".csv":
+        try:
+            for number, row in enumerate(csv.DictReader(io.StringIO(text, newline="")), 1):
+                yield f"Row {number}", row
+        except csv.Error as error:
+            raise ValueError(f"{file} is damaged, or no CSV: {error}. Write it anew.") from None
+        return
+    # Not splitlines, which takes some signs within a line for its end.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"Line {number}", json.loads(line)
+            except (json.JSONDecodeError, RecursionError):
+                yield f"Line {number}", line
 
 
 def _read_texts(folder: Path, names: list[str]) -> dict[str, str | None]:
     """Read each image's caption: the lines of the text file beside it, joined, or None."""
     captions = {}
     for name in names:
-        text = folder / f"{Path(name).stem}.txt"
-        captions[name] = " ".join(_read_text(text).split()) if text.is_file() else None
+        both = (folder / name).with_suffix(".txt"), (folder / name).with_suffix(".caption")
+        texts = [file for file in both if file.is_file()]
+        if len(texts) > 1:
+            raise ValueError(f"{texts[0]} and {texts[1]} are for one image: take one out.")
+        captions[name] = " ".join(_read_text(texts[0]).split()) if texts else None
     return captions
 
 
 def _read_text(file: Path) -> str:
+    if file.stat().st_size > LARGEST_TEXT:
+        raise ValueError(f"{file} has {file.stat().st_size / 1e6:.0f} MB, too many for captions.")
     try:
         return file.read_text(encoding="utf-8-sig")  # Windows may write a mark in front
     except UnicodeDecodeError:
@@ -191,13 +238,16 @@ def open_image(file: Path) -> Image.Image:
 
     Of a film, it is the first image.
     """
+    if not file.is_file():
+        raise ValueError(f"{file} is no file, or a link to nothing: take it out.")
     try:
         with warnings.catch_warnings():
             # A photo of 100 million pixels is fine; of twice as many, Pillow raises an error.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            opened = Image.open(file, formats=[*ENDINGS])
-        with opened:
-            image = ImageOps.exif_transpose(opened)  # as the camera was held
+            image = Image.open(file, formats=[*ENDINGS])
+        with image:
+            image.load()
+        ImageOps.exif_transpose(image, in_place=True)  # as the camera was held
     except Image.DecompressionBombError as error:
         raise ValueError(f"{file} is too large: {error} Make it smaller.") from None
     except Exception:  # Pillow's readers raise errors of many kinds
@@ -212,10 +262,30 @@ def open_image(file: Path) -> Image.Image:
             return Image.fromarray(np.uint8(grey.round())).convert("RGB")
     if image.mode[0] in "IF":
         raise ValueError(f"{file} has numbers of 32 bits: export it as JPEG.")
+    profile = image.info.get("icc_profile")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
+        white = Image.new("RGB", image.size, "white")
+        white.paste(image, mask=image.getchannel("A"))
+        image = white
+    return _to_srgb(image, profile)
+
+
+def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    """Return an image in RGB, with the colours that its profile means, if it has one.
+
+    Phones save wider colours, and programs for print CMYK. A profile that is damaged, or not for
+    this kind of image, is left out, as browsers do.
+    """
+    if image.mode not in ("L", "CMYK"):
+        image = image.convert("RGB")
+    if profile:
+        try:
+            own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            srgb = ImageCms.createProfile("sRGB")
+            return ImageCms.profileToProfile(image, own, srgb, outputMode="RGB")
+        except (ImageCms.PyCMSError, OSError):
+            pass
     return image.convert("RGB")
 
 

@@ -12,6 +12,11 @@ from course.model.tokens import check_prompts, max_length, read_splitter, say_wh
 # What Qwen3's chat template makes of one message to which it shall answer without thinking.
 TEMPLATE = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PADDING = "<|endoftext|>"
+# How Qwen's tokenizer cuts texts into words: endings, letters, single digits, signs, line ends.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 MAX_LENGTH = 512  # of a prompt, with the template around it
 
 
@@ -61,7 +66,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     """
     folder = Path(folder)
     file = find_inside(folder, "tokenizer.json")
-    splitter = read_splitter(file)
+    splitter = read_splitter(file, PATTERN)
     if splitter.token_to_id(PADDING) is None:
         raise ValueError(f"{file} has no token {PADDING}: it is not Qwen's. Get Qwen3's.")
     settings_file = find_inside(folder, "tokenizer_config.json")

@@ -10,8 +10,10 @@ becomes (in, out).
 import functools
 import json
 import math
+import mmap
 import os
 import re
+import reprlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,9 @@ PICKLE = re.compile(rb"PK\x03\x04|PK\x05\x06|\x80[\x01-\x05]|[(}\])][dlq(t]|c[\w
 PICKLE_SUFFIXES = (".ckpt", ".pt", ".pth", ".bin")
 A_PICKLE = "a pickle, which can run any program when it is read: get it as safetensors."
 ARCHIVES = (b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!")
+
+LONGEST_NAME = 500  # letters of an array's name
+LARGEST_TEXT = 10**8  # bytes; the tokenizer of a model with 250,000 tokens has a third of that
 
 # What a folder may call a part, and what files with parameters are called in a part's folder.
 PART_NAME = re.compile(r"[a-z0-9_]+")
@@ -123,6 +128,9 @@ def read_text(file: str | Path) -> str:
     file = Path(file)
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
+    size = file.stat().st_size
+    if size > LARGEST_TEXT:
+        raise ValueError(f"{file} has {size / 1e6:.0f} MB, which no such text has: get it again.")
     data = file.read_bytes()
     try:
         return data.decode("utf-8-sig")  # Windows may write a mark in front
@@ -310,6 +318,7 @@ def read_safetensors(file: str | Path) -> tuple[dict[str, Stored], dict[str, str
         raise ValueError(why) from None
     arrays = {}
     for name in opened.offset_keys():  # in the order of the numbers
+        check_name(file, name)
         entry = opened.get_slice(name)
         kind = entry.get_dtype()
         dtype = jnp.dtype(FLOATS[kind]) if kind in FLOATS else kind
@@ -356,6 +365,15 @@ def refuse_other_kinds(file: Path, start: bytes) -> None:
         raise ValueError(
             f"{file} is the message of a site in place of the file, {message!r}: log in there, or "
             "give a token, and download it again."
+        )
+
+
+def check_name(file: Path, name: str) -> None:
+    """Raise ``ValueError`` if an array's name is one that no message should show."""
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise ValueError(
+            f"{file} has an array called {reprlib.repr(name)}, which is no name of a parameter: "
+            "get it from a source that you trust."
         )
 
 
@@ -651,16 +669,26 @@ def read_flax(file: Path) -> dict[str, np.ndarray]:
 
     def flatten(tree: dict, prefix: str) -> None:
         for name, value in tree.items():
+            name = str(name)
             if isinstance(value, dict):
                 if not name.startswith("linear_"):
                     name = re.sub(r"_(\d+)$", r".\1", name)  # down_blocks_0 is down_blocks.0
                 flatten(value, f"{prefix}{name}.")
                 continue
             name = "bias" if name == "bias" else "weight"  # a kernel, scale or embedding
+            check_name(file, f"{prefix}{name}")
             check_finite(file, f"{prefix}{name}", value)
             parameters[f"{prefix}{name}"] = value
 
-    data = file.read_bytes()
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing, or no file: download the folder again.")
+    with file.open("rb") as stream:
+        start = stream.read(200)
+        try:
+            # So that what is no msgpack is not read to its end.
+            data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):  # an empty file has no map
+            data = start
     try:
         tree = msgpack_restore(data)
         leaves = jax.tree.leaves(tree, is_leaf=lambda value: value is None)
@@ -668,7 +696,7 @@ def read_flax(file: Path) -> dict[str, np.ndarray]:
     except Exception:  # the package raises many kinds
         is_whole = False
     if not is_whole:
-        refuse_other_kinds(file, data[:200])
+        refuse_other_kinds(file, start)
         raise ValueError(f"{file} is damaged, or holds no parameters of Flax: get it again.")
     flatten(tree, "")
     return parameters

@@ -79,17 +79,23 @@ OTHER_ADAPTERS = {
     r"\.hada_": "LoHa",
     r"\.lokr_": "LoKr",
     r"\.dora_scale$|\.lora_magnitude_vector": "DoRA",
+    r"\.lora_E(\.|$)": "AdaLoRA",
     r"\.lora_mid\.": "LoCon in three matrices (Tucker)",
     r"\.oft_": "OFT",
     r"\.on_input$": "(IA)³",
     r"\.(diff|diff_b|w_norm|b_norm)$": "whole differences of weights",
     r"\.lora_(B|up)(\.\w+)?\.bias$": "LoRA with biases",
+    r"\.modules_to_save\.": "LoRA with whole layers in the same file",
     r"^bundle_emb\.": "a LoRA with new words in the same file",
 }
 PEFT_PREFIX = "base_model.model."
 PEFT_CONFIG = "adapter_config.json"
+# How PEFT may start the training of a LoRA without changing the model's own weights. By the other
+# ways, as PiSSA, a LoRA is for a model that only its training had.
+PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 # What programs put in front of the name of a layer, which says nothing.
 HEADS = ("lora_", "lycoris_")
+MOST_ALPHAS = 5000  # of single layers; Stable Diffusion XL has 1,900 of them
 
 
 class Layer(NamedTuple):
@@ -378,11 +384,19 @@ def _made_for(arrays: Mapping[str, Stored], metadata: Mapping[str, str]) -> str:
 def _read_options(file: Path, metadata: Mapping[str, str]) -> dict:
     """Read PEFT's options, in a file's metadata or in a file beside it; mostly there are none."""
     beside = file.with_name(PEFT_CONFIG)
+    options = {}
     if "lora_adapter_metadata" in metadata:
-        return parse_json(metadata["lora_adapter_metadata"], f"{file}, in PEFT's options,")
-    if file.name == "adapter_model.safetensors" and beside.is_file():
-        return read_json(beside)
-    return {}
+        options = parse_json(metadata["lora_adapter_metadata"], f"{file}, in PEFT's options,")
+    elif file.name == "adapter_model.safetensors" and beside.is_file():
+        options = read_json(beside)
+    for name, value in options.items():
+        if name.endswith("init_lora_weights") and value not in PLAIN_STARTS:
+            raise ValueError(
+                f"{file} was started by {reprlib.repr(value)}, which changes the weights that it "
+                "is added to: get one that PEFT saved with path_initial_model_for_weight_conversion"
+                "."
+            )
+    return options
 
 
 def _scale_by_options(
@@ -404,8 +418,9 @@ def _scale_by_options(
         alpha = rank
     name, _ = _split_key(key)
     patterns = option("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise ValueError(f"{file} has {patterns!r} for alpha_pattern: get it again.")
+    if not isinstance(patterns, dict) or len(patterns) > MOST_ALPHAS:
+        shown = reprlib.repr(patterns)
+        raise ValueError(f"{file} has {shown} for alpha_pattern: get it again.")
     for pattern, own_alpha in patterns.items():
         ending = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
         if not re.fullmatch(r"[\w.]+", ending):

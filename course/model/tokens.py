@@ -66,18 +66,43 @@ def say_what_is_not_read(
     return f"{prompt} has {len(starts)} tokens{around}, and {room} are read: not {lost!r}."
 
 
-def read_splitter(file: Path) -> tokenizers.Tokenizer:
-    """Read a ``tokenizer.json``, which says how texts are cut into tokens.
+def read_splitter(file: Path, pattern: str) -> tokenizers.Tokenizer:
+    """Read a ``tokenizer.json`` of byte pairs, which says how texts are cut into tokens.
 
     It may have been saved after a call with padding or truncation, which it then holds. Both are
     left to the model here.
 
+    Parameters
+    ----------
+    file : Path
+    pattern : str
+        The regular expression by which the model's tokenizer cuts texts into words. No other is
+        used: a stranger's could run for ever.
+
     Raises
     ------
     FileNotFoundError, ValueError
-        If it is missing or damaged.
+        If it is missing or damaged, or it cuts texts by other rules.
     """
-    read_json(file)  # which says what is wrong with a file that is no JSON
+    content = read_json(file)
+    match content:
+        case {
+            "normalizer": {"type": "NFC"},
+            "pre_tokenizer": {
+                "pretokenizers": [
+                    {"pattern": {"Regex": found}, "behavior": "Isolated", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                ]
+            },
+            "post_processor": None | {"type": "ByteLevel"},
+            "model": {"type": "BPE", "dropout": None},
+        } if found == pattern:
+            pass
+        case _:
+            raise ValueError(
+                f"{file} is no tokenizer of this model, as it cuts texts by other rules: get it "
+                "from the same model."
+            )
     try:
         splitter = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the package raises no kind of its own

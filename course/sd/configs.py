@@ -385,9 +385,16 @@ def read_config(folder: str | Path) -> Config:
             f"{folder} is not a whole folder: its UNet is that of Stable Diffusion XL, and there "
             "is no text_encoder_2. Download it again."
         )
+    schedule = read_part("scheduler", "scheduler_config.json")
+    if not schedule.beta_start <= schedule.beta_end < 1:
+        raise ValueError(
+            f"{folder} has a scheduler whose noise goes from beta_start = {schedule.beta_start} to "
+            f"beta_end = {schedule.beta_end}, which has to be more, and below 1: download the "
+            "folder again."
+        )
     return Config(
         text=tuple(encoders),
         unet=unet,
         vae=read_part("vae"),
-        schedule=read_part("scheduler", "scheduler_config.json"),
+        schedule=schedule,
     )

@@ -172,10 +172,14 @@ def _build_splitter(
     )
     for token in dict.fromkeys(special):  # each once
         splitter.add_special_tokens([AddedToken(token, normalized=True)])
-    for number, token in sorted((int(number), token) for number, token in added.items()):
+    added = sorted((int(number), token) for number, token in added.items())
+    others = []
+    for _, token in added:
         if token["content"] not in special:
             flags = {name: token[name] for name in TOKEN_FLAGS if name in token}
-            splitter.add_tokens([AddedToken(token["content"], **flags)])
+            others.append(AddedToken(token["content"], **flags))
+    splitter.add_tokens(others)  # at once, as each call takes long if there are many
+    for number, token in added:
         if splitter.token_to_id(token["content"]) != number:
             raise ValueError(f"its token {token['content']!r} has no place at {number}")
     return splitter
