@@ -21,11 +21,12 @@ import numpy as np
 
 from course import sd
 from course.commands import check_writable, make_parser, run
+from course.model.attention import find_attention
 from course.model.files import write_bytes
 from course.tpu.chips import CHIPS
 from course.tpu.compiler import versions
-from course.tpu.pieces import load_config
-from course.tpu.programs import make_program
+from course.tpu.pieces import take_piece
+from course.tpu.programs import WHOLE, make_program
 from course.tpu.records import recorded_times
 from helpers.places import find_data
 
@@ -34,7 +35,7 @@ from helpers.places import find_data
 class Measured:
     """A program that ran: what, where, and how long it took."""
 
-    model: str  #: ``sd``, ``sdxl``, or a bundled checkpoint
+    model: str  #: as ``course.tpu.programs.Program`` has it
     attention: str  #: a name from ``course.sd.ATTENTION``
     batch: int  #: images at a time, on one device
     height: int  #: of an image, in pixels
@@ -56,17 +57,19 @@ class Measured:
         return statistics.median(self.seconds)
 
 
-def make_up(config: sd.Config, dtype) -> dict:
-    """Return parameters of the right shapes, made of small random numbers.
+def make_up(shapes: tuple, steps: int) -> tuple:
+    """Return arguments of the right shapes, made of small random numbers.
 
-    Of zeros, chips may be faster.
+    Of zeros, chips may be faster. Token ids are zeros, and a whole number alone is that of steps.
     """
     random = np.random.default_rng(0)
 
     def draw(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return jnp.asarray(0.02 * random.standard_normal(shape.shape, np.float32), dtype)
+        if jnp.issubdtype(shape.dtype, jnp.floating):
+            return jnp.asarray(0.02 * random.standard_normal(shape.shape, np.float32), shape.dtype)
+        return jnp.full(shape.shape, 0 if shape.shape else steps, shape.dtype)
 
-    return jax.tree.map(draw, sd.parameter_shapes(config, dtype))
+    return jax.tree.map(draw, shapes)
 
 
 def find_chip_name(device: jax.Device) -> str:
@@ -79,14 +82,14 @@ def find_chip_name(device: jax.Device) -> str:
 
 def measure(
     model: str = "shapes-sd",
-    steps: int = 20,
+    steps: int | None = None,
     batch: int = 1,
     attention: str = "automatic",
     height: int | None = None,
     width: int | None = None,
     calls: int = 5,
 ) -> Measured:
-    """Compile ``course.sd.generate`` for one device, call it, and say how long that took.
+    """Compile a model's ``generate`` for one device, call it, and say how long that took.
 
     Raises
     ------
@@ -95,6 +98,7 @@ def measure(
     """
     if calls < 1:
         raise ValueError(f"calls is {calls}: give at least 1.")
+    find_attention(attention)  # which raises ValueError, too
     device = jax.devices()[0]
     dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
     program = make_program(
@@ -107,30 +111,15 @@ def measure(
         dtype=jnp.dtype(dtype).name,
         attention=attention,
     )
-    config = load_config(model)
-    params = make_up(config, dtype)
-    ids = jnp.zeros((batch, len(config.text), config.text[0].max_position_embeddings), jnp.int32)
-    key = jax.random.key(0)
-    empty = ids[:1]
-    generate = jax.jit(sd.generate, static_argnames=sd.STATIC)
+    piece = take_piece(program, WHOLE)
+    arguments = make_up(piece.arguments, program.steps)
     start = time.perf_counter()
-    lowered = generate.lower(
-        params,
-        config,
-        ids,
-        key,
-        empty,
-        steps,
-        attention=attention,
-        height=program.height,
-        width=program.width,
-    )
-    compiled = lowered.compile()
+    compiled = jax.jit(piece.function).lower(*arguments).compile()
     compile_seconds = time.perf_counter() - start
     seconds = []
     for _ in range(1 + calls):
         start = time.perf_counter()
-        compiled(params, ids, key, empty, steps).block_until_ready()
+        compiled(*arguments).block_until_ready()
         seconds.append(round(time.perf_counter() - start, 4))
     times = recorded_times(program)
     steady = statistics.median(seconds[1:])
@@ -140,7 +129,7 @@ def measure(
         batch=batch,
         height=program.height,
         width=program.width,
-        steps=steps,
+        steps=program.steps,
         dtype=program.dtype,
         platform=device.platform,
         device_kind=device.device_kind,
@@ -199,9 +188,10 @@ def main(arguments: list[str] | None = None) -> int:
         "model",
         nargs="?",
         default="shapes-sd",
-        help="sd, sdxl or a bundled checkpoint (%(default)s)",
+        help="sd, sdxl, flux2, a bundled checkpoint, a folder or a Hub id (%(default)s)",
     )
-    for name, default in {"steps": 20, "batch": 1, "calls": 5}.items():
+    parser.add_argument("--steps", type=int, help="by default 50, or 4 of a distilled model")
+    for name, default in {"batch": 1, "calls": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="by default %(default)s")
     for name in ("height", "width"):
         parser.add_argument(f"--{name}", type=int, help="in pixels; by default as in training")

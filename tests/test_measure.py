@@ -5,7 +5,7 @@ import pytest
 
 from course import measure
 from course.sd.samplers import SAMPLERS
-from course.tpu import Times
+from course.tpu import Times, pieces
 from course.tpu.pieces import load_config
 from helpers import read_record
 from lab.score import sd as scores
@@ -53,7 +53,7 @@ def test_the_best_setting_is_the_least_work_at_an_equal_score():
 @pytest.fixture
 def on_small(monkeypatch):
     """Measure a small model in the place of each."""
-    monkeypatch.setattr(measure, "load_config", lambda model: small.SD)
+    monkeypatch.setattr(pieces, "load_config", lambda model: small.SD)
 
 
 def test_a_measured_run_is_written_and_read(on_small, tmp_path, capsys):
@@ -70,6 +70,11 @@ def test_a_measured_run_is_written_and_read(on_small, tmp_path, capsys):
         measure.read_measured(file)
 
 
+def test_flux2_is_measured_in_the_steps_that_suit_the_model_before_distillation(flux2_folder):
+    run = measure.measure(str(flux2_folder), calls=1, height=16, width=16)
+    assert (run.steps, run.height, run.attention, len(run.seconds)) == (50, 16, "automatic", 1)
+
+
 def test_a_run_on_a_chip_stands_beside_what_the_compiler_says(on_small, monkeypatch):
     monkeypatch.setattr(measure, "find_chip_name", lambda device: "v5e")
     monkeypatch.setattr(measure, "recorded_times", lambda program: Times(float(program.steps), 2.0))
@@ -81,7 +86,9 @@ def test_a_run_on_a_chip_stands_beside_what_the_compiler_says(on_small, monkeypa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "There is no model 'nothing': give sd, sdxl, shapes-sd"),
+        (["nothing"], "There is no model 'nothing': give sd, sdxl, flux2, shapes-sd"),
+        (["flux2", "--attention", "dot_product"], "FLUX.2 has no attention 'dot_product': leave"),
+        (["shapes-flux2", "--width", "60"], "shapes-flux2 cannot draw 64 × 60 pixels: give mult"),
         (["--steps", "0"], "steps is 0: give at least 1."),
         (["--calls", "0"], "calls is 0: give at least 1."),
         (["--height", "63"], "shapes-sd cannot draw 63 × 64 pixels: give multiples of"),

@@ -677,7 +677,7 @@ BAD_FOLDERS = {
     ),
     "another pipeline": (
         change_index(_class_name="FlaxFluxPipeline"),
-        "is a FlaxFluxPipeline: only Stable Diffusion 1.x, 2.x and XL are known",
+        "is made for FlaxFluxPipeline, and this course has models for StableDiffusionPipeline, ",
     ),
     "a scheduler that Flax has not": (
         change_index(scheduler=["diffusers", "EulerAncestralDiscreteScheduler"]),
@@ -758,7 +758,7 @@ def test_a_shape_is_written_as_jax_prints_it(text, expected):
 BAD_QUESTIONS = [
     ("shapes-sd --chip v9", "No chip 'v9' is known here: choose one of v4, v5e, v5p, v6e, tpu7x."),
     ("shapes-sd --chips 3", "3 chips cannot be asked for: choose 1, 4 or 8."),
-    ("nothing", "There is no model 'nothing': give sd, sdxl, shapes-sd"),
+    ("nothing", "There is no model 'nothing': give sd, sdxl, flux2, shapes-sd"),
     ("jax.numpy:sinn --shapes f32[8]", "'jax.numpy:sinn' cannot be imported (module 'jax.numpy' h"),
     ("no_such:f --shapes f32[8]", "'no_such:f' cannot be imported (No module named 'no_such'): gi"),
     ("jax.numpy:sin --shapes f32(8)", "'f32(8)' is no shape: write it as bf16[8,128], or as int32"),

@@ -21,6 +21,7 @@ from course.flux2.pipeline import (
     make_drawing,
     positions,
     random_tokens,
+    size_in_tokens,
     text_positions,
 )
 from course.flux2.sampler import euler, shift_by_size, times
@@ -62,6 +63,7 @@ __all__ = [
     "save_lora",
     "shardings",
     "shift_by_size",
+    "size_in_tokens",
     "split_tokens",
     "text_positions",
     "times",

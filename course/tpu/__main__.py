@@ -80,7 +80,7 @@ def ask_about_function(name: str, shapes: list[str], chip: str, timeout: float |
 def ask_about_program(
     model: str, chip: str, settings: dict[str, object], timeout: float | None
 ) -> Answer:
-    """Ask about a pipeline, or about the model of ``course.sd`` if the settings name one."""
+    """Ask about a pipeline, or about the course's own model if the settings name an attention."""
     tpu_devices(chip, settings.get("chips", 1))  # before anything that takes long
     quiet_warnings()
     return ask_about(make_program(model, chip, **settings), timeout)
@@ -92,7 +92,8 @@ def tpu_parser() -> argparse.ArgumentParser:
         "program",
         nargs="?",
         default="shapes-sd",
-        help="sd, sdxl, a bundled checkpoint, a model's folder, or module:function (%(default)s)",
+        help="sd, sdxl, flux2, a bundled checkpoint, a model's folder or Hub id, or "
+        "module:function (%(default)s)",
     )
     parser.add_argument(
         "--chip", default="v5e", help="v4, v5e, v5p, v6e or tpu7x (by default %(default)s)"
@@ -108,13 +109,13 @@ def tpu_parser() -> argparse.ArgumentParser:
     function.add_argument(
         "--shapes", nargs="+", metavar="SHAPE", help="its arguments, for example bf16[4096,4096]"
     )
-    program = parser.add_argument_group("a program of Stable Diffusion")
+    program = parser.add_argument_group("a model's program")
     numbers = {
         "chips": "1 (the default), 4 or 8, each with images of its own",
         "batch": "images that each device draws in a call (1)",
         "height": "in pixels; by default what the model was trained for",
         "width": "likewise",
-        "steps": "of denoising (50)",
+        "steps": "of denoising (50; of a distilled model 4)",
     }
     for name, text in numbers.items():
         program.add_argument(f"--{name}", type=int, help=text)
@@ -126,7 +127,7 @@ def tpu_parser() -> argparse.ArgumentParser:
     )
     program.add_argument(
         "--attention",
-        help="of course.sd: plain, dot_product or flash; without it, a pipeline",
+        help="of course.sd: plain, dot_product or flash; without it, a pipeline. FLUX.2 has none",
     )
     return parser
 
@@ -140,7 +141,7 @@ def print_answer(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             settings[name] = value
     is_function = ":" in options.program
     if is_function != bool(options.shapes) or (is_function and settings):
-        parser.error("a function needs --shapes, and a program of Stable Diffusion the other sizes")
+        parser.error("a function needs --shapes, and a model's program the other sizes")
     logging.basicConfig(format="%(message)s")
     logging.getLogger("course").setLevel(logging.INFO)
     jax.config.update("jax_platforms", "cpu")  # chips that are there are left alone

@@ -1,8 +1,8 @@
-"""What can be asked about Stable Diffusion: pieces of a program, each a function and its shapes.
+"""What can be asked about a model: pieces of a program, each a function and its shapes.
 
 A program without an attention is a diffusers pipeline's, and one with an attention is that of the
-model of ``course.sd``. Either has the same pieces. Nothing here needs weights: shapes come from a
-model's configuration files.
+model of ``course.sd`` or ``course.flux2``. All have the same pieces. Nothing here needs weights:
+shapes come from a model's configuration files.
 """
 
 import dataclasses
@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from course import flux2
+from course.families import Config, code_of, find_code
+from course.flux2.tokenizer import MAX_LENGTH
 from course.sd import (
     ATTENTION,
-    Config,
     denoise_step,
     encode_condition,
     generate,
     parameter_shapes,
-    read_config,
 )
 from course.sd.samplers import SAMPLERS
 from course.sd.vae import decode
@@ -65,7 +66,12 @@ class Piece(NamedTuple):
 
 def take_piece(program: Program, name: str) -> Piece:
     """Return a piece of a program: `WHOLE`, or one of its `PARTS`."""
-    takes = PIPELINE_PIECES if program.attention is None else MODEL_PIECES
+    if program.attention is None:
+        takes = PIPELINE_PIECES
+    elif isinstance(load_config(program.model), flux2.Config):
+        takes = FLUX2_PIECES
+    else:
+        takes = MODEL_PIECES
     return takes[name](program)
 
 
@@ -105,7 +111,8 @@ def parameter_bytes(program: Program) -> int:
     if program.attention is None:
         _, params = build_pipeline(program)
     else:
-        params = parameter_shapes(load_config(program.model), program.dtype)
+        config = load_config(program.model)
+        params = code_of(config).parameter_shapes(config, program.dtype)
     # A scheduler has a state, and no parameters.
     return sum(tree_bytes(tree) for name, tree in params.items() if name != "scheduler")
 
@@ -340,7 +347,8 @@ PIPELINE_PIECES = {
 
 def load_config(model: str) -> Config:
     """Read the configuration of a model, see ``Program.model``."""
-    return read_config(configured_folder(model))
+    folder = configured_folder(model)
+    return find_code(folder).read_config(folder)
 
 
 def whole_model(program: Program) -> Piece:
@@ -450,4 +458,99 @@ MODEL_PIECES = {
     ENCODERS: model_encoders,
     STEP: model_step,
     DECODER: model_decoder,
+}
+
+# The model of course.flux2, which has guidance where it is not distilled.
+
+FLUX2_GUIDANCE = 4.0
+
+
+def whole_flux2(program: Program) -> Piece:
+    """Return ``course.flux2.generate``, from token ids to images."""
+    config = load_config(program.model)
+
+    def draw(params, ids, mask, noise, empty):
+        guidance = None if config.is_distilled else FLUX2_GUIDANCE
+        size = (program.height, program.width)
+        return flux2.generate(
+            params, config, ids, mask, noise, *size, program.steps, guidance, empty
+        )
+
+    params = flux2.parameter_shapes(config, program.dtype)
+    texts = flux2_texts(program, config, program.batch)
+    empty = None if config.is_distilled else flux2_texts(program, config, 1)
+    return Piece(draw, (params, *texts, flux2_tokens(program, config), empty), is_scanned=True)
+
+
+def flux2_encoder(program: Program) -> Piece:
+    """Return the text encoder, which also reads the empty prompt where there is guidance."""
+    config = load_config(program.model)
+
+    def encode(p, ids, mask):
+        return flux2.encode_prompts({"text_encoder": p}, config, ids, mask)
+
+    params = flux2.parameter_shapes(config, program.dtype)
+    texts = flux2_texts(program, config, program.batch + (not config.is_distilled))
+    return Piece(encode, (params["text_encoder"], *texts), is_scanned=True)
+
+
+def flux2_step(program: Program) -> Piece:
+    """Return a run of the transformer, of twice the batch where there is guidance."""
+    config = load_config(program.model)
+    rows, columns = flux2.size_in_tokens(config, program.height, program.width)
+
+    def step(p, noisy, texts, time):
+        if not config.is_distilled:
+            noisy = jnp.concatenate([noisy, noisy])
+        times = jnp.full(len(noisy), time)
+        places = flux2.positions(rows, columns), flux2.text_positions(texts.shape[1])
+        return flux2.velocity(p, config.transformer, noisy, texts, times, *places)
+
+    params = flux2.parameter_shapes(config, program.dtype)
+    twice = program.batch * (1 if config.is_distilled else 2)
+    channels = config.transformer.joint_attention_dim
+    tokens = flux2_text_length(program, config)
+    texts = array(twice, tokens, channels, dtype=jnp.dtype(program.dtype))
+    noisy = flux2_tokens(program, config)
+    return Piece(step, (params["transformer"], noisy, texts, array()), is_scanned=True)
+
+
+def flux2_decoder(program: Program) -> Piece:
+    """Return the half of the VAE that makes images from tokens."""
+    config = load_config(program.model)
+
+    def draw(p, tokens):
+        return flux2.decode(p, config.vae, tokens, program.height, program.width)
+
+    params = flux2.parameter_shapes(config, program.dtype)
+    return Piece(draw, (params["vae"], flux2_tokens(program, config)))
+
+
+def flux2_text_length(program: Program, config: flux2.Config) -> int:
+    """Return how many tokens a prompt has: 512, or fewer if the tokenizer's settings say so."""
+    folder = configured_folder(program.model)
+    if not (folder / "tokenizer").is_dir():  # of a real model there is its configuration alone
+        return MAX_LENGTH
+    return flux2.load_tokenizer(folder, config).max_length
+
+
+def flux2_texts(
+    program: Program, config: flux2.Config, prompts: int
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return the shapes of token ids and their mask."""
+    tokens = flux2_text_length(program, config)
+    return array(prompts, tokens, dtype=jnp.int32), array(prompts, tokens, dtype=jnp.bool_)
+
+
+def flux2_tokens(program: Program, config: flux2.Config) -> jax.ShapeDtypeStruct:
+    """Return the shape (batch, tokens, channels)."""
+    rows, columns = flux2.size_in_tokens(config, program.height, program.width)
+    return array(program.batch, rows * columns, config.transformer.in_channels)
+
+
+FLUX2_PIECES = {
+    WHOLE: whole_flux2,
+    ENCODERS: flux2_encoder,
+    STEP: flux2_step,
+    DECODER: flux2_decoder,
 }

@@ -1,10 +1,11 @@
-"""Stable Diffusion's programs: what is drawn and how, and what they are made of."""
+"""Programs that draw: what is drawn and how, and what they are made of."""
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers.models import MODELS, find_local, read_index
+from course.families import find_code
+from helpers.models import MODELS, NO_WEIGHTS, find_local, find_model, which_model
 
 CONFIGURATIONS = Path(__file__).with_name("configurations")
 
@@ -21,10 +22,10 @@ class Program:
     """What is drawn, and how: everything that the shapes of a program depend on.
 
     It is a diffusers pipeline's ``_generate``, pmapped; or, with an ``attention``, ``generate`` of
-    ``course.sd``. `make_program` makes one.
+    ``course.sd`` or ``course.flux2``. `make_program` makes one.
     """
 
-    model: str  #: ``sd``, ``sdxl``, a bundled checkpoint, or a folder in diffusers' format
+    model: str  #: a key of ``helpers.models.MODELS``, a bundled checkpoint, a folder, or a Hub id
     chip: str  #: a key of ``CHIPS``
     chips: int  #: 1, 4 or 8, each with images of its own
     batch: int  #: images that each device draws at a time; guidance doubles it
@@ -60,7 +61,7 @@ def make_program(
     batch: int = 1,
     height: int | None = None,
     width: int | None = None,
-    steps: int = 50,
+    steps: int | None = None,
     dtype: str = "bfloat16",
     split_head_dim: bool | None = None,
     attention: str | None = None,
@@ -72,8 +73,9 @@ def make_program(
     ----------
     model, chip, chips, batch, steps, attention, decode_batch
         As in `Program`.
-    height, width : int, optional
-        In pixels; by default what the UNet was trained for.
+    height, width, steps : int, optional
+        By default what the model was trained for, and the steps that suit it: 4 for FLUX.2-klein
+        where it is distilled, and else 50.
     dtype : str
         bfloat16 or float32.
     split_head_dim : bool, optional
@@ -89,13 +91,39 @@ def make_program(
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"The dtype is {dtype!r}: choose bfloat16 or float32.")
     for name, number in {"batch": batch, "steps": steps}.items():
-        if number < 1:
+        if number is not None and number < 1:
             raise ValueError(f"{name} is {number}: give at least 1.")
     if attention and (chips != 1 or split_head_dim is not None):
         raise ValueError("chips and split_head_dim are for pipelines: leave out the attention.")
     if decode_batch is not None and not attention:
         raise ValueError("decode_batch is for course.sd: give an attention, too.")
     folder = configured_folder(model)
+    if which_model(folder) == "flux2":
+        if chips != 1 or split_head_dim is not None or decode_batch is not None:
+            raise ValueError(
+                "chips, split_head_dim and decode_batch are for Stable Diffusion: leave them out."
+            )
+        if attention not in (None, "automatic"):
+            raise ValueError(f"FLUX.2 has no attention {attention!r}: leave it out.")
+        config = find_code(folder).read_config(folder)
+        height = config.side if height is None else height
+        width = config.side if width is None else width
+        check_sides(model, height, width, config.side_multiple)
+        if steps is None:
+            steps = 4 if config.is_distilled else 50
+        return Program(
+            model=model,
+            chip=chip,
+            chips=1,
+            batch=batch,
+            height=height,
+            width=width,
+            steps=steps,
+            dtype=dtype,
+            split_head_dim=None,
+            attention="automatic",
+            decode_batch=None,
+        )
     unet = json.loads((folder / "unet" / "config.json").read_text(encoding="utf-8"))
     vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
     scale = 2 ** (len(vae["block_out_channels"]) - 1)  # pixels for each latent
@@ -103,12 +131,7 @@ def make_program(
         height = scale * unet["sample_size"]
     if width is None:
         width = scale * unet["sample_size"]
-    multiple = scale * 2 ** (len(unet["block_out_channels"]) - 1)
-    for side in (height, width):
-        if side < multiple or side % multiple:
-            raise ValueError(
-                f"{model} cannot draw {height} × {width} pixels: give multiples of {multiple}."
-            )
+    check_sides(model, height, width, scale * 2 ** (len(unet["block_out_channels"]) - 1))
     if split_head_dim is None and not attention:
         is_xl = (folder / "text_encoder_2").exists()
         split_head_dim = is_xl or unet.get("split_head_dim", False)
@@ -119,7 +142,7 @@ def make_program(
         batch=batch,
         height=height,
         width=width,
-        steps=steps,
+        steps=50 if steps is None else steps,
         dtype=dtype,
         split_head_dim=split_head_dim,
         attention=attention,
@@ -127,18 +150,26 @@ def make_program(
     )
 
 
+def check_sides(model: str, height: int, width: int, multiple: int) -> None:
+    """Raise ``ValueError`` unless a model can draw images of this size, in pixels."""
+    for side in (height, width):
+        if side < multiple or side % multiple:
+            raise ValueError(
+                f"{model} cannot draw {height} × {width} pixels: give multiples of {multiple}."
+            )
+
+
 def configured_folder(model: str) -> Path:
     """Return the folder with a model's configuration files, see ``Program.model``."""
-    if model in ("sd", "sdxl"):
+    if model in MODELS:
         return CONFIGURATIONS / model
     folder = find_local(model)
-    if folder is None:
-        bundled = [MODELS[name].bundled for name in ("sd", "sdxl")]
+    if folder is None and "/" not in model:
+        bundled = [known.bundled for known in MODELS.values()]
         raise ValueError(
-            f"There is no model {model!r}: give sd, sdxl, {', '.join(bundled)}, "
-            "or a folder with a model_index.json."
+            f"There is no model {model!r}: give {', '.join((*MODELS, *bundled))}, "
+            "a folder with a model_index.json, or a Hub id."
         )
-    kind = read_index(folder).get("_class_name", "nothing")
-    if kind.removeprefix("Flax") not in ("StableDiffusionPipeline", "StableDiffusionXLPipeline"):
-        raise ValueError(f"{model!r} is a {kind}: only Stable Diffusion 1.x, 2.x and XL are known.")
+    folder = folder or find_model(model, only=NO_WEIGHTS)
+    which_model(folder)  # which refuses others
     return folder
