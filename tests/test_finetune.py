@@ -1,7 +1,7 @@
 """Training a LoRA gives the same on all devices and after an interruption, and refuses bad input.
 
-Training is tried on a model of the bundled one's kind that is as small as can be, with random
-parameters.
+Training is tried on models that are as small as can be, with random parameters: Stable Diffusion
+with a new word, and FLUX.2 with pairs of pictures, from which it learns to edit.
 """
 
 import csv
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from PIL import EpsImagePlugin, Image, ImageCms
 from safetensors.numpy import load_file, save_file
 
-from course import sd
+from course import flux2, sd
 from course.finetune import photos, training
 from course.finetune.__main__ import main
 from course.model import files
@@ -84,12 +84,20 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def lesson(small, folders):
-    """The small model with the new word, its configuration, and the examples."""
-    params, config, tokenize = words.add_word(*sd.load(small), "bowtie", "star")
+@pytest.fixture(scope="module", params=["sd", "flux2"])
+def lesson(request, small, folders):
+    """A small model, its configuration, and the examples."""
     new, old = (photos.read_folder(folders / name, 64, 64) for name in ("new", "old"))
-    return params, config, training.make_data(params, config, tokenize, new, old, word=True)
+    if request.param == "sd":
+        params, config, tokenize = words.add_word(*sd.load(small), "bowtie", "star")
+        return params, config, training.make_data(params, config, tokenize, new, old, word=True)
+    params, config, tokenize = request.getfixturevalue("small_flux2")
+    pairs = {"references": np.concatenate([new[0], old[0]])[::-1]}
+    return params, config, training.make_data(params, config, tokenize, new, old, **pairs)
+
+
+def has_word(params):
+    return "unet" in params
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +111,8 @@ def study(lesson):
         if (devices, recipe) not in steps:
             steps[devices, recipe] = training.compile_step(config, recipe, mesh)
         state, *placed = jax.device_put(
-            (training.init_state(params, recipe, True), params, data), NamedSharding(mesh, P())
+            (training.init_state(params, recipe, has_word(params)), params, data),
+            NamedSharding(mesh, P()),
         )
         if saver:
             state = saver.restore(state)
@@ -137,7 +146,7 @@ def test_each_step_draws_examples_and_noise_of_its_own(study):
 
 def test_with_rematerialisation_less_is_kept_for_the_gradients(lesson):
     params, config, data = lesson
-    trained = training.init_state(params, RECIPE, True).trained
+    trained = training.init_state(params, RECIPE, has_word(params)).trained
     batch = training.draw_batch(jax.random.key(0), config, RECIPE, data)
 
     def kept(recipe):
@@ -157,7 +166,7 @@ def test_a_batch_is_filled_up_with_examples_that_do_not_count(lesson):
     batch = training.draw_batch(jax.random.key(0), config, RECIPE, data)
     filled = training.fill_up(batch, 3)
     assert filled.weights.tolist() == [1] * 8 + [0]
-    assert all(len(x) == 9 for x in filled)
+    assert all(len(x) == 9 for x in jax.tree.leaves(filled))
     assert same(jax.tree.map(lambda x: x[:8], filled), batch)
     assert same(training.fill_up(batch, 4), batch)
 
@@ -176,13 +185,14 @@ def test_only_the_last_examples_of_a_batch_are_rehearsed(lesson):
 
 def test_training_changes_what_it_should_and_nothing_else(study, lesson):
     params, _, _ = lesson
-    before, after = training.init_state(params, RECIPE, True), study(1)
+    before, after = training.init_state(params, RECIPE, has_word(params)), study(1)
     assert int(after.step) == RECIPE.steps
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), after.trained, before.trained)
     assert jax.tree.all(moved)
     full = training.insert_trained(params, before.trained)
     assert full["vae"] is params["vae"]
-    products = [pair.product for pair in before.trained["lora"]["unet"].values()]
+    (pairs,) = before.trained["lora"].values()
+    products = [pair.product for pair in pairs.values()]
     assert all((product == 0).all() for product in products), "at first the model is what it was"
 
 
@@ -226,6 +236,46 @@ def test_the_command_is_killed_and_goes_on(small, folders, tmp_path):
     tokens, channels = params["text_encoder"][training.EMBEDDINGS].shape
     assert load_file(words.word_file(file))["bowtie"].shape == (channels,)
     assert tokenize(["a bowtie"])[0, 0, 2] == tokens - 1
+
+
+def test_flux2_is_taught_to_edit_by_the_command(flux2_folder, folders, tmp_path, capsys):
+    file, before = tmp_path / "lora.safetensors", tmp_path / "before"
+    shutil.copytree(folders / "new", before)
+    arguments = [folders / "new", file, "--model", flux2_folder, "--references", before]
+    arguments += ["--mirror", "--size", 16, "--steps", 4, "--batch", 2, "--rank", 2]
+    assert main([str(argument) for argument in arguments]) == 0
+    assert "Training on 10 images" in capsys.readouterr().out
+    params, config, _ = flux2.load(flux2_folder, "float32")
+    pairs = flux2.read_lora(file, params, config)
+    expected = training.start_lora(params, training.Recipe())
+    assert pairs["transformer"].keys() == expected["transformer"].keys()
+    assert all(np.asarray(pair.up).any() for pair in pairs["transformer"].values())
+    (before / "003.png").unlink()
+    assert main([str(argument) for argument in arguments]) == 1
+    assert "003.png is an edit of nothing" in capsys.readouterr().err
+    shutil.copyfile(before / "002.png", before / "002.jpg")
+    assert main([str(argument) for argument in arguments]) == 1
+    assert "002.png may be an edit of 002.jpg or of 002.png in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (WORD, "is FLUX.2, whose text encoder is not trained: leave out --word"),
+        (["--attention", "dot_product"], "--attention dot_product is for Stable Diffusion, and"),
+        (["--size", "60"], "--size is 60: give a multiple of 8."),
+        (["--rehearse", "."], "Give --rehearse, --references and --rehearse-references together"),
+        (["--model", SOURCE], "is Stable Diffusion, which is not trained on pairs: leave out"),
+    ],
+)
+def test_what_a_model_has_not_is_refused(
+    flux2_folder, folders, tmp_path, capsys, options, sentence
+):
+    given = [folders / "new", tmp_path / "lora.safetensors", "--model", flux2_folder]
+    given += ["--references", folders / "new", *options]
+    assert main([str(argument) for argument in given]) == 1
+    said = capsys.readouterr().err
+    assert sentence in said and said.count("\n") == 1
 
 
 def write_photos(folder):
@@ -506,8 +556,9 @@ def test_a_state_of_something_else_is_not_resumed(study, lesson, small, tmp_path
         )
     other, *_ = sd.load(SOURCE)
     pairs = jax.tree.map(lambda matrix: matrix + 1e-3, training.start_lora(lesson[0], RECIPE))
-    name, pair = next(iter(pairs["unet"].items()))
-    merged = merge(lesson[0], {"unet": {name: pair}})
+    ((part, of_part),) = pairs.items()
+    name, pair = next(iter(of_part.items()))
+    merged = merge(lesson[0], {part: {name: pair}})
     for different in (other, merged):
         with pytest.raises(ValueError, match="of other parameters of the model"):
             training.Saver(tmp_path, training.describe(different, RECIPE, lesson[2]))
@@ -597,7 +648,7 @@ def test_what_is_rehearsed_counts_by_its_weight(lesson):
 
 def test_the_loss_at_a_timestep_depends_on_the_model_alone(lesson):
     params, config, data = lesson
-    trained = training.init_state(params, RECIPE, True).trained
+    trained = training.init_state(params, RECIPE, has_word(params)).trained
     loss_at = jax.jit(training.loss_at, static_argnames="config")
     losses = [float(loss_at(t, trained, params, data, config)) for t in (100, 100, 900)]
     assert losses[0] == losses[1] != losses[2]

@@ -1,5 +1,9 @@
 """Training a LoRA, and the embedding of a new word: recipe, data, loss, step, and saved states.
 
+All of it is the same for Stable Diffusion and FLUX.2, but for what ``course.sd.training`` and
+``course.flux2.training`` have by the same names: how images and captions are encoded, and what the
+model has to say of an image under noise.
+
 What it means that a step may also *rehearse*, ``python -m course.finetune --help`` says.
 """
 
@@ -12,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -22,23 +27,40 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from course import sd
+from course import flux2, sd
 from course.commands import LARGEST
+from course.families import Config
+from course.flux2 import training as of_flux2
 from course.model.attention import ATTENTION, find_attention
 from course.model.lora import Pair, attach
-from course.sd import Config, ScheduleConfig
+from course.sd import training as of_sd
 from course.sd.clip import EMBEDDINGS
-from course.sd.samplers import alphas
-from course.sd.unet import Condition, project_text
-from course.sd.vae import encode
+from course.sd.training import Encoded
 from helpers.inputs import check_seed, create_key
 
-# The weights of the UNet that get a LoRA, as regular expressions for their names.
+# The weights of the UNet, or of FLUX.2's transformer, that get a LoRA, as regular expressions for
+# their names. The transformer has some matrices that the UNet has not, and some in one.
+ATTENTION_LAYERS = (
+    r"to_q|to_k|to_v|to_out\.0|to_out|add_q_proj|add_k_proj|add_v_proj|to_add_out|to_qkv_mlp_proj"
+)
+OTHER_LAYERS = (
+    r"net\.0\.proj|net\.2|proj_in|proj_out|conv1|conv2|conv_shortcut|time_emb_proj|conv"
+    r"|linear_in|linear_out"
+)
 LAYERS = {
-    "attention": r".*\.(to_q|to_k|to_v|to_out\.0)\.weight",
-    "all": r".*_blocks?\..*\.(to_q|to_k|to_v|to_out\.0|net\.0\.proj|net\.2|proj_in|proj_out"
-    r"|conv1|conv2|conv_shortcut|time_emb_proj|conv)\.weight",
+    "attention": rf".*\.({ATTENTION_LAYERS})\.weight",
+    "all": rf".*_blocks?\..*\.({ATTENTION_LAYERS}|{OTHER_LAYERS})\.weight",
 }
+
+
+def code_for(config: Config) -> ModuleType:
+    """Return what is a model's own: ``course.sd.training`` or ``course.flux2.training``."""
+    return of_flux2 if isinstance(config, flux2.Config) else of_sd
+
+
+def denoiser_of(params: dict) -> str:
+    """Return the part of a model that gets the LoRA."""
+    return of_sd.DENOISER if of_sd.DENOISER in params else of_flux2.DENOISER
 
 
 def check_between(low: float, high: float, **numbers: float) -> None:
@@ -101,7 +123,7 @@ class Recipe:
             raise ValueError(f"There are no layers {self.layers!r}: choose {' or '.join(LAYERS)}.")
 
 
-# What people take for the models that everybody has. Nobody has run these two here.
+# What people take for the models that everybody has. Nobody has run these here.
 # - rank 4, layers of attention, a rate of 1e-4, 500 steps: the defaults and the guides of
 #   diffusers' scripts train_dreambooth_lora.py and train_dreambooth_lora_sdxl.py.
 # - a batch of 4: the latter adds up the gradients of 4 steps; and as many examples rehearsed as
@@ -121,42 +143,46 @@ FOR_SD = Recipe(
 # Where activations are kept, this batch does not fit on a chip of 16 GB: see
 # lab/records/ask/finetune.json.
 FOR_XL = dataclasses.replace(FOR_SD, remat=True)
+# Of FLUX.2-klein, rank and rate are those of the guide in diffusers' README_flux2.md.
+FOR_KLEIN = dataclasses.replace(FOR_XL, rank=16)
 
 
 def usual_recipe(config: Config) -> Recipe:
     """Return the recipe to start from: measured for bundled checkpoints, and else what is usual."""
-    if config.unet.sample_size * config.pixels_per_latent <= 64:
+    if config.side <= 64:
         return Recipe()
+    if isinstance(config, flux2.Config):
+        return FOR_KLEIN
     return FOR_XL if config.is_xl else FOR_SD
 
 
-class Encoded(NamedTuple):
-    """What the text encoders say of captions, as ``course.sd.encode_prompts`` gives it."""
-
-    context: jax.Array  # (captions, tokens, channels)
-    pooled: jax.Array  # (captions, channels), which only Stable Diffusion XL reads
-
-
 class Data(NamedTuple):
-    """All examples, the new ones first."""
+    """All examples, the new ones first.
 
-    latents: jax.Array  # float32, (examples, height / 8, width / 8, 4)
+    Latents are Stable Diffusion's, (examples, height / 8, width / 8, 4), or FLUX.2's tokens,
+    (examples, height / 16, width / 16, 128).
+    """
+
+    latents: jax.Array  # float32
     caption: jax.Array  # the number of each example's caption in texts, int32, (examples,)
-    # Each caption once, the empty one first. Where a word is trained, what the text encoder says
-    # changes with each step, and these are token ids, int32, (captions, text encoders, tokens).
+    # Each caption once, the empty one first, as the text encoder gives it. Where a word is trained,
+    # that changes with each step, and these are token ids, int32, (captions, text encoders, tokens)
     texts: jax.Array | Encoded
     new: jax.Array  # how many are new, int32, (); the others are there to be rehearsed
     prior_weight: jax.Array  # how much the loss of a rehearsed example counts, float32, ()
+    # Latents of what each example is an edit of, in their shape; None where all are drawn.
+    reference: jax.Array | None = None
 
 
 class Batch(NamedTuple):
     """The examples of one step. The first axis of each array is the batch."""
 
-    latents: jax.Array  # float32, (batch, height / 8, width / 8, 4)
+    latents: jax.Array  # float32, as in Data
     texts: jax.Array | Encoded  # of their captions, as in Data, (batch, ...)
-    timesteps: jax.Array  # int32, (batch,)
-    noise: jax.Array  # float32, (batch, height / 8, width / 8, 4)
+    times: jax.Array  # how much noise there is, from 0 to 1, float32, (batch,)
+    noise: jax.Array  # float32, in the shape of the latents
     weights: jax.Array  # how much the loss of each example counts, float32, (batch,)
+    reference: jax.Array | None = None  # as in Data
 
 
 class State(NamedTuple):
@@ -179,7 +205,8 @@ def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
     """
     random = np.random.default_rng(recipe.seed)
     pairs = {}
-    for name, weight in params["unet"].items():
+    denoiser = denoiser_of(params)
+    for name, weight in params[denoiser].items():
         if not re.fullmatch(LAYERS[recipe.layers], name):
             continue
         # In front of inputs and outputs, a convolution has height and width, and what is stacked
@@ -195,7 +222,7 @@ def start_lora(params: dict, recipe: Recipe) -> dict[str, dict[str, Pair]]:
         down = random.standard_normal(down_shape, np.float32)
         down /= np.sqrt(read, dtype=np.float32)
         pairs[name] = Pair(down=down, up=np.zeros(up_shape, np.float32))
-    return {"unet": pairs}
+    return {denoiser: pairs}
 
 
 def insert_trained(params: dict, trained: dict) -> dict:
@@ -208,53 +235,18 @@ def insert_trained(params: dict, trained: dict) -> dict:
     return params
 
 
-def encode_captions(params: dict, config: Config, batch: Batch) -> Condition:
-    """Return what the UNet reads of a batch's captions."""
-    if isinstance(batch.texts, Encoded):
-        context, pooled = batch.texts
-    else:
-        context, pooled = sd.encode_prompts(params, config, batch.texts)
-    height = config.pixels_per_latent * batch.latents.shape[1]
-    width = config.pixels_per_latent * batch.latents.shape[2]
-    sizes = jnp.array([height, width, 0, 0, height, width])
-    return project_text(params["unet"], config.unet, context, pooled, sizes)
-
-
-def add_noise(schedule: ScheduleConfig, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return latents under noise, and what the model should say of them, each in their shape."""
-    alpha = jnp.asarray(alphas(schedule))[batch.timesteps]  # the image's share of the variance
-    alpha = alpha[:, None, None, None]
-    image_scale = jnp.sqrt(alpha)
-    noise_scale = jnp.sqrt(1 - alpha)
-    noisy = image_scale * batch.latents + noise_scale * batch.noise
-    if schedule.prediction_type == "epsilon":
-        target = batch.noise
-    else:  # "v_prediction" (Salimans and Ho, 2022)
-        target = image_scale * batch.noise - noise_scale * batch.latents
-    return noisy, target
-
-
 def loss_fn(trained: dict, params: dict, batch: Batch, config: Config, recipe: Recipe) -> jax.Array:
     """Return how wrong the model is about noise: the mean of squared errors, float32, ()."""
     params = insert_trained(params, trained)
-    condition = encode_captions(params, config, batch)
-    noisy, target = add_noise(config.schedule, batch)
-    predicted = sd.denoise_step(
-        params,
-        config,
-        noisy,
-        batch.timesteps,
-        condition,
-        guided=False,
-        attention=recipe.attention,
-        remat=recipe.remat,
+    predicted, target = code_for(config).predict(
+        params, config, batch, recipe.attention, recipe.remat
     )
     errors = jnp.square(predicted - target).mean(axis=(1, 2, 3))  # (batch,)
     return (batch.weights * errors).sum() / batch.weights.sum()
 
 
 def draw_batch(key: jax.Array, config: Config, recipe: Recipe, data: Data) -> Batch:
-    """Choose a step's examples, timesteps and noise by its key.
+    """Choose a step's examples, times and noise by its key.
 
     Examples are drawn with replacement: one may come twice in a step, and another not for a while.
     So a step depends on its key alone, and there is no order of examples to be saved.
@@ -271,37 +263,37 @@ def draw_batch(key: jax.Array, config: Config, recipe: Recipe, data: Data) -> Ba
     rehearsed = jnp.where(examples > data.new, rehearsed, chosen[first:])
     chosen = chosen.at[first:].set(rehearsed)
 
-    # One timestep from each of as many intervals as there are examples: the same mean as of
+    # One time from each of as many intervals as there are examples: the same mean as of
     # independent ones, with less variance.
     order = jax.random.permutation(order_key, batch)
-    places = (order + jax.random.uniform(place_key, (batch,))) / batch  # from 0 to 1
-    total = config.schedule.num_train_timesteps
-    timesteps = jnp.minimum(jnp.int32(places * total), total - 1)
+    times = (order + jax.random.uniform(place_key, (batch,))) / batch
 
     is_empty = jax.random.uniform(empty_key, (batch,)) < recipe.dropped
     caption = jnp.where(is_empty, 0, data.caption[chosen])
     return Batch(
         latents=data.latents[chosen],
         texts=jax.tree.map(lambda texts: texts[caption], data.texts),
-        timesteps=timesteps,
+        times=times,
         noise=jax.random.normal(noise_key, (batch, *data.latents.shape[1:])),
         weights=jnp.where(chosen < data.new, 1.0, data.prior_weight),
+        reference=None if data.reference is None else data.reference[chosen],
     )
 
 
 def loss_at(timestep: int, trained: dict, params: dict, data: Data, config: Config) -> jax.Array:
-    """Return the loss of all examples at one timestep, with the same noise in every call.
+    """Return the loss of all examples at one timestep of 1000, with the same noise in every call.
 
-    The loss of a training step depends on the timesteps and the noise that were drawn. This one
+    The loss of a training step depends on the times and the noise that were drawn. This one
     depends on the model alone, so that it can be compared before and after training.
     """
     examples = len(data.latents)
     batch = Batch(
         latents=data.latents,
         texts=jax.tree.map(lambda texts: texts[data.caption], data.texts),
-        timesteps=jnp.full(examples, timestep),
+        times=jnp.full(examples, (timestep + 0.5) / 1000),
         noise=jax.random.normal(jax.random.key(0), data.latents.shape),
         weights=jnp.ones(examples),
+        reference=data.reference,
     )
     return loss_fn(trained, params, batch, config, Recipe())
 
@@ -384,8 +376,9 @@ def make_data(
     new: tuple,
     rehearsed: tuple | None = None,
     *,
-    word: bool,
+    word: bool = False,
     prior_weight: float = 1.0,
+    references: np.ndarray | None = None,
 ) -> Data:
     """Encode all examples once, before training.
 
@@ -400,6 +393,8 @@ def make_data(
         Whether a new word is trained, so that the text encoder has to run in each step.
     prior_weight : float
         How much the loss of a rehearsed example counts, beside that of a new one.
+    references : numpy.ndarray, optional
+        What each image is an edit of, the new ones first: FLUX.2 learns to edit from such pairs.
 
     Returns
     -------
@@ -415,24 +410,27 @@ def make_data(
 
     @jax.jit
     def to_latents(p: dict, image: jax.Array) -> jax.Array:
-        return encode(p, config.vae, image[None])[0]
+        return code_for(config).encode_images({"vae": p}, config, image[None])
 
-    # One image after another needs little memory.
-    latents = [to_latents(params["vae"], image) for image in images]
+    def encode_all(images: np.ndarray) -> jax.Array:
+        # One image after another needs little memory.
+        latents = [to_latents(params["vae"], image) for image in images]
+        return jnp.asarray(np.concatenate(latents))
 
     different = ["", *sorted(set(captions) - {""})]
     numbers = {caption: number for number, caption in enumerate(different)}
     ids = tokenize(different)
     return Data(
-        latents=jnp.asarray(np.concatenate(latents)),
+        latents=encode_all(images),
         caption=jnp.array([numbers[caption] for caption in captions], jnp.int32),
         texts=jnp.asarray(ids) if word else encode_texts(params, config, ids),
         new=jnp.int32(len(new[1])),
         prior_weight=jnp.float32(prior_weight),
+        reference=None if references is None else encode_all(references),
     )
 
 
-def check_word(word: str, captions: list[str], tokenize: Callable, config: Config) -> None:
+def check_word(word: str, captions: list[str], tokenize: Callable, config: sd.Config) -> None:
     """Raise ``ValueError`` if no caption has the new word, and say how many have not."""
     number = config.text[0].vocab_size - 1
     has_word = (tokenize(captions)[:, 0] == number).any(axis=1)
@@ -449,24 +447,31 @@ def check_word(word: str, captions: list[str], tokenize: Callable, config: Confi
         )
 
 
-def encode_texts(params: dict, config: Config, ids: np.ndarray) -> Encoded:
-    """Encode captions, the first of which is the empty one, by the text encoders."""
+def encode_texts(
+    params: dict, config: Config, tokenized: np.ndarray | tuple
+) -> jax.Array | Encoded:
+    """Encode captions, the first of which is the empty one, as ``tokenize`` gives them."""
 
     @jax.jit
-    def encode_one(params: dict, one: jax.Array) -> Encoded:
-        return Encoded(*sd.encode_prompts(params, config, one[None]))
+    def encode_one(params: dict, one: jax.Array | tuple) -> jax.Array | Encoded:
+        return code_for(config).encode_captions(params, config, one)
 
     encoders = {part: weights for part, weights in params.items() if part.startswith("text")}
-    encoded = [jax.device_get(encode_one(encoders, one)) for one in ids]
+    encoded = []
+    for number in range(len(jax.tree.leaves(tokenized)[0])):
+        one = jax.tree.map(lambda values, n=number: values[n : n + 1], tokenized)
+        encoded.append(jax.device_get(encode_one(encoders, one)))
     texts = jax.tree.map(lambda *arrays: jnp.asarray(np.concatenate(arrays)), *encoded)
-    if config.is_xl:  # without a negative prompt, its pipeline has zeros in place of encoded text
+    if (
+        isinstance(config, sd.Config) and config.is_xl
+    ):  # without a negative prompt, its pipeline has zeros in place of encoded text
         texts = jax.tree.map(lambda array: array.at[0].set(0), texts)
     return texts
 
 
 def trained_parts(params: dict, word: bool) -> dict:
     """Return the parts that a step reads, once ``make_data`` has encoded all examples."""
-    parts = ["unet", "text_encoder"] if word else ["unet"]
+    parts = [denoiser_of(params), "text_encoder"] if word else [denoiser_of(params)]
     return {part: params[part] for part in parts}
 
 

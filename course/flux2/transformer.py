@@ -94,6 +94,7 @@ def velocity(
     time: jax.Array,
     image_positions: np.ndarray,
     text_positions: np.ndarray,
+    remat: bool = False,
 ) -> jax.Array:
     """diffusers' ``Flux2Transformer2DModel``: noise minus data, as the model predicts it.
 
@@ -111,6 +112,9 @@ def velocity(
         From 0, which is data, to 1, which is noise: (batch,).
     image_positions, text_positions : numpy.ndarray
         Where each token is, on four axes: (tokens, 4). See ``flux2.positions``.
+    remat : bool
+        Rematerialisation: for gradients, the activations in a block are computed again, and not
+        kept.
 
     Returns
     -------
@@ -118,7 +122,7 @@ def velocity(
         (batch, image tokens, in_channels), float32.
     """
     rotation = rotary(np.concatenate([text_positions, image_positions]), config)
-    return predict(p, config, image, text, time, rotation)
+    return predict(p, config, image, text, time, rotation, remat=remat)
 
 
 def predict(
@@ -129,12 +133,13 @@ def predict(
     time: jax.Array,
     rotation: tuple[jax.Array, jax.Array],
     attend: Callable = automatic,
+    remat: bool = False,
 ) -> jax.Array:
     """Return what ``velocity`` does, from rotary positions that are computed already.
 
     Parameters
     ----------
-    p, config, image, text, time
+    p, config, image, text, time, remat
         As in ``velocity``.
     rotation : tuple of jax.Array
         As ``rotary`` gives it, of the text's tokens and then of the image's.
@@ -160,14 +165,14 @@ def predict(
                 p, config, *streams, modulate_text, modulate_image, rotation, attend
             )
 
-        text, image = scan_blocks(double, p, DOUBLE, (text, image))
+        text, image = scan_blocks(double, p, DOUBLE, (text, image), remat)
     with jax.named_scope("single_stream"):
 
         def single(p: dict, x: jax.Array) -> jax.Array:
             return single_block(p, config, x, modulate_both, rotation, attend)
 
         both = jnp.concatenate([text, image], axis=1)
-        image = scan_blocks(single, p, SINGLE, both)[:, texts:]
+        image = scan_blocks(single, p, SINGLE, both, remat)[:, texts:]
     scale, shift = jnp.split(linear(p, "norm_out.linear", condition)[:, None], 2, axis=-1)
     return linear(p, "proj_out", modulated(image, shift, scale, epsilon)).astype(jnp.float32)
 
@@ -176,12 +181,19 @@ Streams = jax.Array | tuple[jax.Array, jax.Array]
 
 
 def scan_blocks(
-    block: Callable[[dict, Streams], Streams], p: dict, name: str, x: Streams
+    block: Callable[[dict, Streams], Streams],
+    p: dict,
+    name: str,
+    x: Streams,
+    remat: bool = False,
 ) -> Streams:
     """Apply equal blocks one after another, by ``jax.lax.scan``, which compiles one of them.
 
-    ``block`` takes the parameters of one block by their names in it, and one stream or both.
+    ``block`` takes the parameters of one block by their names in it, and one stream or both. With
+    ``remat``, its activations are computed again for gradients.
     """
+    if remat:
+        block = jax.checkpoint(block)
     x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked_layers(p, name))
     return x
 
