@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from course import sd
-from course.finetune.training import add_noise
 from course.sd.tokenizer import Tokenizer
+from course.sd.training import add_noise
 from course.sd.unet import project_text
 from course.sd.vae import encode
 from course.shapes import scenes
@@ -107,7 +107,7 @@ def loss_fn(params: dict, batch: Batch, config: sd.Config) -> jax.Array:
     # Of the original and of the picture, with nothing cut off: only XL is told.
     sizes = jnp.array([PIXELS, PIXELS, 0, 0, PIXELS, PIXELS])
     condition = project_text(params["unet"], config.unet, context, pooled, sizes)
-    noisy, target = add_noise(config.schedule, batch)
+    noisy, target = add_noise(config.schedule, batch.latents, batch.noise, batch.timesteps)
     predicted = sd.denoise_step(params, config, noisy, batch.timesteps, condition, guided=False)
     return jnp.square(predicted - target).mean()
 
