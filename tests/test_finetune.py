@@ -6,6 +6,7 @@ with a new word, and FLUX.2 with pairs of pictures, from which it learns to edit
 
 import csv
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -678,11 +679,10 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
     lora.save_lora(tmp_path / "lora.safetensors", pairs, config)
     before = (tmp_path / "lora.safetensors").read_bytes()
 
-    def fill_disk(tensors, file, metadata):
-        Path(file).write_bytes(b"half of it")
-        raise OSError("No space left on device")
+    def fill_disk(stream):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files, "save_file", fill_disk)
+    monkeypatch.setattr(files.os, "fsync", fill_disk)
     with pytest.raises(OSError, match="No space left"):
         lora.save_lora(tmp_path / "lora.safetensors", pairs, config)
     assert (tmp_path / "lora.safetensors").read_bytes() == before
