@@ -521,8 +521,8 @@ def start_ray(
     if not ray.is_initialized():
         # Ray gives one of its processes 15 seconds to import what it needs, which no option changes
         # (ray-project/ray 65983). The first time on a machine it also compiles that, so a second
-        # try here is faster than the first.
-        tries = 3 if address == "local" else 1
+        # try here is faster than the first; and what else keeps the cores busy may end.
+        tries = 5 if address == "local" else 1
         for number in range(1, tries + 1):
             try:
                 ray.init(address, **options)
