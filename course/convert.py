@@ -73,6 +73,8 @@ def convert(options: argparse.Namespace) -> None:
 
 def _write_folder(file: Path, options: argparse.Namespace) -> None:
     """Write the model of a file, with what a model like it has besides."""
+    if file.is_dir():
+        raise ValueError(f"{file} is a whole model, with a configuration: leave out --like.")
     folder, like = options.folder, find_model(options.like, only=NO_WEIGHTS)
     code = find_code(like)
     config = code.read_config(like)

@@ -279,6 +279,31 @@ def test_what_a_model_has_not_is_refused(
     assert sentence in said and said.count("\n") == 1
 
 
+def test_pairs_are_those_of_one_name_in_the_order_of_the_captions(tmp_path):
+    """With captions in a table that has another order, and lacks a picture."""
+    new, before = tmp_path / "new", tmp_path / "before"
+    for folder, ending in ((new, ".png"), (before, ".bmp")):
+        folder.mkdir()
+        for number in range(4):
+            Image.new("RGB", (8, 8), (50 * number,) * 3).save(folder / f"{number}{ending}")
+    rows = [{"file_name": f"{number}.png", "text": "a"} for number in (2, 0, 3)]
+    (new / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    images, captions = photos.read_folder(new, 8, 8, "b")
+    assert captions == ["a", "a", "a", "b"]
+    references = photos.read_references(before, new, 8, 8, "b")
+    assert np.array_equal(images, references)
+    with (new / "metadata.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(rows[0]))
+    with pytest.raises(ValueError, match=r"Line 4 of .* is the second one of 2\.png: leave one"):
+        photos.read_folder(new, 8, 8, "b")
+
+
+def test_pictures_may_be_called_as_other_programs_call_captions(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "caption.png")
+    (tmp_path / "caption.txt").write_text("a black square")
+    assert photos.read_folder(tmp_path, 8, 8)[1] == ["a black square"]
+
+
 def write_photos(folder):
     """A folder of pictures as people have them; all are red on the left and blue on the right."""
     folder.mkdir()

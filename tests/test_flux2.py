@@ -224,7 +224,7 @@ def test_with_two_references_the_image_is_that_of_pytorchs_pipeline(model, recor
 IN_TURN = {
     "guided": {"guidance": 4.0},
     "edited": {"images": 2},
-    "edited alike": {"images": 1, "batch": 2},
+    "of two images": {"images": (1, 2), "batch": 2},
     "in int8": {"int8": True},
 }
 
@@ -237,7 +237,8 @@ def test_one_part_after_the_other_draws_what_all_at_once_draw(folder, model, mon
     options = dict(options)
     int8, batch = options.pop("int8", False), options.pop("batch", 1)
     if "images" in options:
-        options["images"] = made_up_input("images", options["images"], 64, 64, 3).clip(0, 1)
+        counts = np.atleast_1d(options["images"])  # of images, and of those for a prompt
+        options["images"] = made_up_input("images", *counts, 64, 64, 3).clip(0, 1)
 
     at_once = options | ({"empty": tokenize([""])} if "guidance" in options else {})
     transformer = params["transformer"]
@@ -444,6 +445,25 @@ def test_two_files_with_the_same_parameter_are_refused(shards, tmp_path):
     shutil.copy(*files)
     with pytest.raises(ValueError, match=r"model-00001.* and .*model-00002.* both have .*: remove"):
         flux2.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "sentence"),
+    [
+        (2, {}, "2 prompts and 64 x 64 pixels need noise of the shape"),
+        (0, {}, "batch is 1, of 0 prompts: give at least 1 of both"),
+        (1, {"batch": 0}, "batch is 0, of 1 prompts"),
+        (1, {"images": np.zeros((1, 128, 64, 3), np.float32)}, "and these have 128 x 64: resize"),
+        (1, {"images": np.zeros((3, 64, 64, 3), np.float32)}, "There are 3 images to edit and 1 p"),
+    ],
+)
+def test_what_cannot_be_drawn_in_turn_is_refused_before_anything_is_read(
+    folder, monkeypatch, prompts, options, sentence
+):
+    monkeypatch.setattr(in_turn, "load", None)
+    noise = flux2.random_tokens(jax.random.key(0), flux2.read_config(folder), 1, 64, 64)
+    with pytest.raises(ValueError, match=sentence):
+        flux2.generate_in_turn(folder, ["a"] * prompts, noise, 64, 64, **options)
 
 
 def test_reference_images_for_another_number_of_prompts_are_refused(model):

@@ -135,6 +135,11 @@ def test_times_need_all_parts_recorded_and_are_for_any_number_of_steps():
     )
     assert twenty.bound < forty.bound < 2 * twenty.bound
     assert recorded_times(make_program("sdxl", steps=20, attention="dot_product")) is None
+    plain, automatic = (
+        recorded_times(make_program("sdxl", steps=20, attention=name))
+        for name in ("plain", "automatic")
+    )
+    assert plain == automatic and plain is not None
 
 
 @pytest.mark.parametrize("change", ["unknown field", "missing field", "impossible program"])

@@ -48,6 +48,7 @@ from course.finetune.training import (
 )
 from course.sd.words import add_word, save_word, word_file
 from helpers import find_model, simulate_devices
+from helpers.models import NO_WEIGHTS
 
 FOR = {"SD": FOR_SD, "XL": FOR_XL, "klein": FOR_KLEIN}  # recipes for models that everybody has
 
@@ -173,16 +174,20 @@ def fine_tune(options: argparse.Namespace) -> None:
 
 def _train_into(folder: Path, options: argparse.Namespace) -> None:
     """Train, with states in a folder, and write the LoRA."""
-    source = find_model(options.model)
+    source = find_model(options.model, only=NO_WEIGHTS)  # which may be gigabytes
     code = find_code(source)
-    params, config, tokenize = code.load(source, options.dtype)
+    config = code.read_config(source)
     recipe = read_recipe(options, config)
     side = check_model(options, config, recipe)
     print(recipe)
+    source = find_model(options.model)
+    params, config, tokenize = code.load(source, options.dtype)
     images, captions = read_folder(options.images, side, side, options.caption)
     rehearsed, references = None, None
     if options.references:
-        references = read_references(options.references, options.images, side, side)
+        references = read_references(
+            options.references, options.images, side, side, options.caption
+        )
     if options.rehearse:
         rehearsed = read_folder(options.rehearse, side, side, options.rehearse_caption)
     if options.word:
@@ -195,7 +200,9 @@ def _train_into(folder: Path, options: argparse.Namespace) -> None:
         if references is not None:
             references = np.concatenate([references, references[:, :, ::-1]])
     if options.rehearse_references:
-        more = read_references(options.rehearse_references, options.rehearse, side, side)
+        more = read_references(
+            options.rehearse_references, options.rehearse, side, side, options.rehearse_caption
+        )
         references = np.concatenate([references, more])
     has_word = bool(options.word)
     data = make_data(

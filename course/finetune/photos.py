@@ -25,7 +25,9 @@ ENDINGS = {
     "AVIF": (".avif",),
     "GIF": (".gif",),
 }
-TABLE = re.compile(r"(metadata|captions?|meta_(cap|lat|clean))\.\w+")  # of captions, in any form
+TABLES = ("metadata.jsonl", "metadata.csv")  # of captions
+# Other programs have them in these, too.
+ALL_TABLES = re.compile(r"(metadata|captions?|meta_(cap|lat|clean))\.(json|jsonl|csv|tsv|parquet)")
 WANTED = '{"file_name": "a.png", "text": "a caption"}'
 LARGEST_TEXT = 10**8  # bytes, for millions of captions
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # behind a file's "ftyp"
@@ -61,7 +63,12 @@ def read_folder(
     FileNotFoundError, ValueError
         If there are no pictures, one cannot be read or has no caption, or a caption has no picture.
     """
-    folder = Path(folder)
+    captions = _read_captions(Path(folder), caption)
+    return _read_images(Path(folder), list(captions), height, width), list(captions.values())
+
+
+def _read_captions(folder: Path, caption: str | None) -> dict[str, str]:
+    """Return the caption of each picture by its name; errors are those of ``read_folder``."""
     names = _find_images(folder)
     table = _find_table(folder)
     if table:
@@ -83,17 +90,23 @@ def read_folder(
             raise ValueError(f"{folder / name} is not there: {advice}.")
         if not text:
             raise ValueError(f"The caption of {folder / name} is empty: write what one sees.")
-    return _read_images(folder, list(captions), height, width), list(captions.values())
+    return captions
 
 
-def read_references(folder: str | Path, photos: str | Path, height: int, width: int) -> np.ndarray:
+def read_references(
+    folder: str | Path,
+    photos: str | Path,
+    height: int,
+    width: int,
+    caption: str | None = None,
+) -> np.ndarray:
     """Read what the pictures of another folder are edits of, in the order of ``read_folder``.
 
     Parameters
     ----------
     folder : str or Path
         With a picture for each of ``photos``, of the same name; only endings may differ.
-    photos, height, width
+    photos, height, width, caption
         As ``read_folder`` takes them.
 
     Returns
@@ -110,12 +123,8 @@ def read_references(folder: str | Path, photos: str | Path, height: int, width: 
     by_stem = {}
     for name in _find_images(folder):
         by_stem.setdefault(Path(name).stem, []).append(name)
-    names = _find_images(photos)
-    table = _find_table(photos)
-    if table:
-        names = list(_read_table(table))
     chosen = []
-    for name in names:
+    for name in _read_captions(photos, caption):
         match by_stem.get(Path(name).stem, []):
             case [reference]:
                 chosen.append(reference)
@@ -151,10 +160,10 @@ def _find_images(folder: Path) -> list[str]:
 
 def _find_table(folder: Path) -> Path | None:
     """Return the file with all captions of a folder, if it has one in a form that is read."""
-    tables = sorted(file for file in folder.iterdir() if TABLE.fullmatch(file.name))
+    tables = sorted(file for file in folder.iterdir() if ALL_TABLES.fullmatch(file.name))
     if not tables:
         return None
-    if len(tables) > 1 or tables[0].suffix not in (".jsonl", ".csv"):
+    if len(tables) > 1 or tables[0].name not in TABLES:
         names = " and ".join(file.name for file in tables)
         raise ValueError(
             f"{folder} has captions in {names}: write them into metadata.jsonl, as {WANTED}, and "
@@ -186,10 +195,15 @@ def _read_table(file: Path) -> dict[str, str]:
     captions = {}
     for place, entry in _read_entries(file):
         try:
-            captions[entry["file_name"]] = entry["text"].strip()
+            name, caption = entry["file_name"], entry["text"].strip()
         except (KeyError, TypeError, AttributeError):
+            name = None
+        if not isinstance(name, str):
             shown = repr(entry)[:80]
-            raise ValueError(f"{place} of {file} is {shown}: write it as {WANTED}.") from None
+            raise ValueError(f"{place} of {file} is {shown}: write it as {WANTED}.")
+        if name in captions:
+            raise ValueError(f"{place} of {file} is the second one of {name}: leave one there.")
+        captions[name] = caption
     return captions
 
 

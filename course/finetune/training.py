@@ -399,14 +399,24 @@ def make_data(
     Returns
     -------
     Data
-        Latents are the mean of what the VAE's encoder says, times the VAE's scaling factor. Most
-        scripts draw a sample around that mean in each step; without, one encoding is enough.
+        Latents are the mean of what the VAE's encoder says, as the denoiser gets it. Most scripts
+        draw a sample around that mean in each step; without, one encoding is enough.
+
+    Raises
+    ------
+    ValueError
+        If the references are not as many as the images.
     """
     check_between(0, np.inf, prior_weight=prior_weight)
     images, captions = new
     if rehearsed:
         images = np.concatenate([images, rehearsed[0]])
         captions = captions + rehearsed[1]
+    if references is not None and len(references) != len(images):
+        raise ValueError(
+            f"There are {len(images)} images and {len(references)} that they are edits of: give "
+            "one for each."
+        )
 
     @jax.jit
     def to_latents(p: dict, image: jax.Array) -> jax.Array:

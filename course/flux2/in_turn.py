@@ -12,7 +12,14 @@ import numpy as np
 from course.flux2 import vae
 from course.flux2.configs import read_config
 from course.flux2.folders import load
-from course.flux2.pipeline import STATIC, denoise, encode_images, encode_prompts
+from course.flux2.pipeline import (
+    STATIC,
+    check_images,
+    check_noise,
+    denoise,
+    encode_images,
+    encode_prompts,
+)
 from course.model.guidance import is_guided
 from course.model.quantize import quantize
 
@@ -35,8 +42,8 @@ def generate_in_turn(
     """Do what ``generate`` does, from a folder, with one part of the model after the other.
 
     The text encoder reads all prompts and goes, the transformer draws all images and goes, and then
-    the VAE decodes them. So the device holds the largest part, and not the sum of all. Each part is
-    read from its files once, which is why many prompts at a time cost less.
+    the VAE decodes them. So the device holds the largest part, and not the sum of all. Reading
+    takes long, so many prompts at a time cost less.
 
     Parameters
     ----------
@@ -61,12 +68,17 @@ def generate_in_turn(
     Raises
     ------
     FileNotFoundError, ValueError
-        As ``load`` and ``denoise`` do.
+        As ``load`` and ``generate`` do, or if there are no prompts, or ``batch`` is below 1.
     """
     if guidance is not None and not is_guided(guidance):
         guidance = None
     config = read_config(folder)
     size = {"height": height, "width": width}
+    if batch < 1 or not len(prompts):
+        raise ValueError(f"batch is {batch}, of {len(prompts)} prompts: give at least 1 of both.")
+    check_noise(noise, config, len(prompts), **size)
+    if images is not None:
+        check_images(images, len(prompts), **size)
 
     # The parameters of a part are those of one function, and go when it returns.
 
@@ -82,7 +94,10 @@ def generate_in_turn(
     def encode_references() -> np.ndarray:
         params, _, _ = load(folder, dtype, parts=("vae",))
         program = jax.jit(encode_images, static_argnames="config")
-        return _in_batches(functools.partial(program, params, config), batch, images)
+        encode = functools.partial(program, params, config)
+        tokens = _in_batches(encode, batch, images.reshape(-1, *images.shape[-3:]))
+        # The tokens of all images for a prompt follow one another.
+        return tokens.reshape(len(images), -1, tokens.shape[-1])
 
     def draw(encoded: np.ndarray, empty: np.ndarray | None, reference: Any) -> np.ndarray:
         host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])

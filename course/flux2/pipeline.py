@@ -81,6 +81,32 @@ def size_in_tokens(config: Config, height: int, width: int) -> tuple[int, int]:
     return height // side, width // side
 
 
+def check_noise(noise: jax.Array, config: Config, prompts: int, height: int, width: int) -> None:
+    """Raise ``ValueError`` unless noise is for so many prompts and pixels."""
+    rows, columns = size_in_tokens(config, height, width)
+    needed = (prompts, rows * columns, config.transformer.in_channels)
+    if noise.shape != needed:
+        raise ValueError(
+            f"{prompts} prompts and {height} x {width} pixels need noise of the shape "
+            f"{needed}, and this has {noise.shape}: make it with random_tokens."
+        )
+
+
+def check_images(images: jax.Array, prompts: int, height: int, width: int) -> None:
+    """Raise ``ValueError`` unless so many prompts can edit images, to this size."""
+    if images.shape[-3:-1] != (height, width):
+        given = " x ".join(map(str, images.shape[-3:-1]))
+        raise ValueError(
+            f"Images to edit must have the height and width of the result, {height} x {width}, "
+            f"and these have {given}: resize or crop them."
+        )
+    if len(images) not in (1, prompts):
+        raise ValueError(
+            f"There are {len(images)} images to edit and {prompts} prompts: give one image for "
+            "all prompts, or one for each; several for a prompt have an axis of their own."
+        )
+
+
 def denoise(
     params: dict,
     config: Config,
@@ -137,12 +163,7 @@ def denoise(
     rows, columns = size_in_tokens(config, height, width)
     tokens = rows * columns
     batch = len(prompt)
-    if noise.shape != (batch, tokens, config.transformer.in_channels):
-        raise ValueError(
-            f"{batch} prompts and {height} x {width} pixels need noise of the shape "
-            f"{(batch, tokens, config.transformer.in_channels)}, and this has {noise.shape}: "
-            "make it with random_tokens."
-        )
+    check_noise(noise, config, batch, height, width)
     if guidance is not None and not is_guided(guidance):
         guidance = None
     if guidance is not None and empty is None:
@@ -251,17 +272,8 @@ def generate(
         step.
     """
     check_parameters(params, model_parameters(config))
-    if images is not None and images.shape[-3:-1] != (height, width):
-        given = " x ".join(map(str, images.shape[-3:-1]))
-        raise ValueError(
-            f"Images to edit must have the height and width of the result, {height} x {width}, "
-            f"and these have {given}: resize or crop them."
-        )
-    if images is not None and len(images) not in (1, len(ids)):
-        raise ValueError(
-            f"There are {len(images)} images to edit and {len(ids)} prompts: give one image for "
-            "all prompts, or one for each; several for a prompt have an axis of their own."
-        )
+    if images is not None:
+        check_images(images, len(ids), height, width)
     if guidance is not None and not is_guided(guidance):
         guidance = None
     if guidance is not None and empty is None:

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 
 from course.commands import make_parser, run
+from course.model.attention import ATTENTION
 from course.tpu.answers import Answer, Report
 from course.tpu.chips import tpu_devices
 from course.tpu.compiler import ask_compiler
@@ -127,7 +128,7 @@ def tpu_parser() -> argparse.ArgumentParser:
     )
     program.add_argument(
         "--attention",
-        help="of course.sd: plain, dot_product or flash; without it, a pipeline. FLUX.2 has none",
+        help=f"of course.sd: {', '.join(ATTENTION)}; without it, a pipeline. FLUX.2's is automatic",
     )
     return parser
 

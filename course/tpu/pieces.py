@@ -19,6 +19,7 @@ import numpy as np
 from course import flux2
 from course.families import Config, code_of, find_code
 from course.flux2.tokenizer import MAX_LENGTH
+from course.model.guidance import pair
 from course.sd import (
     ATTENTION,
     denoise_step,
@@ -501,7 +502,7 @@ def flux2_step(program: Program) -> Piece:
 
     def step(p, noisy, texts, time):
         if not config.is_distilled:
-            noisy = jnp.concatenate([noisy, noisy])
+            noisy = pair(noisy, noisy)
         times = jnp.full(len(noisy), time)
         places = flux2.positions(rows, columns), flux2.text_positions(texts.shape[1])
         return flux2.velocity(p, config.transformer, noisy, texts, times, *places)
