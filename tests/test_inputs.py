@@ -54,11 +54,11 @@ def test_what_only_other_programs_understand_is_noticed(prompt):
     assert found == tokens.say_what_is_plain_text(prompt)
     if SYNTAX[prompt] is None:
         assert found is None
-        tokens.check_prompts([prompt])
+        tokens.check_prompts([prompt], lambda prompt: None)
         return
     assert found.startswith(f"A prompt has {SYNTAX[prompt]!r}, which is read as plain text")
     with pytest.warns(UserWarning, match="which is read as plain text"):
-        tokens.check_prompts([prompt])
+        tokens.check_prompts([prompt], lambda prompt: None)
 
 
 def test_what_is_no_key_is_refused():

@@ -786,7 +786,7 @@ def test_what_cannot_be_asked_gets_one_sentence(arguments, sentence, capsys):
 def test_functions_take_shapes_and_programs_sizes(arguments, capsys):
     with pytest.raises(SystemExit):
         main(arguments.split())
-    assert "a function needs --shapes, and a program" in capsys.readouterr().err
+    assert "a function needs --shapes, and a model's program" in capsys.readouterr().err
 
 
 @needs_compiler
