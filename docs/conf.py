@@ -70,6 +70,7 @@ nitpicky = True  # a reference that leads nowhere is a warning, and a warning st
 nitpick_ignore_regex = [
     # What docstrings say in words about types, and what other packages describe.
     (r"py:(class|obj)", r"optional|callable|dtype|float dtype|array|tree|sequence.*|str or None"),
+    (r"py:(class|obj)", r"collection|re\.Pattern|course\.tpu\.records\.Exchange"),
     (r"py:(class|obj)", r"FlaxStableDiffusion.*|(pathlib\.)?Path"),
     (r"py:(class|obj)", r"(collections\.abc|contextlib|diffusers|jax|jaxlib|numpy|PIL)\..*"),
     (r"py:(class|obj)", r"(ray|tokenizers)\..*|iterable|pipeline"),
