@@ -129,39 +129,56 @@ def test_weights_that_an_actor_cannot_load_are_named(ray, prompts, checkpoint, t
         draw.draw_missing(parse(prompts, tmp_path / "out", "--checkpoint", damaged))
 
 
-# Without Ray.
-
-
-def test_edits_by_flux2_go_on_with_the_same_bits_and_of_the_same_pictures_alone(tmp_path):
+def test_edits_by_flux2_survive_an_actor_that_dies_and_go_on_with_the_same_bits(
+    ray, tmp_path, monkeypatch
+):
     folder, out = tmp_path / "pictures", tmp_path / "out"
     scenes.write_folder(scenes.training_scenes(3, seed=1), folder)
     file = tmp_path / "wishes.jsonl"
     wishes = ["blue", "a star", "a black background"]
     lines = [{"file_name": f"00{n}.png", "prompt": wish} for n, wish in enumerate(wishes)]
     file.write_text("\n".join(map(json.dumps, lines)))
+    arguments = ("--edit", folder, "--checkpoint", "shapes-flux2", "--steps", 2, "--batch", 2)
+    options = parse(file, out, *arguments)
+
+    # Without Ray, and in two batches.
     rows = draw.add_pictures(draw.read_prompts(file), file, folder)
-    settings = draw.Settings("shapes-flux2", steps=2, batch=2)
+    settings, _ = draw.choose_settings(options)
     actor = draw.Draw(settings, partial(draw.write_pngs, folder=out, settings=settings))
-
-    def draw_missing():
-        missing = draw.find_missing(out, rows, settings)
-        for start in range(0, len(missing), 2):
-            some = missing[start : start + 2]
-            actor({name: np.array([row[name] for row in some]) for name in some[0]})
-        return {image.name: image.read_bytes() for image in out.glob("*.png")}
-
     out.mkdir()
-    drawn = draw_missing()
+    for some in (rows[:2], rows[2:]):
+        actor({name: np.array([row[name] for row in some]) for name in some[0]})
+    drawn = {image.name: image.read_bytes() for image in out.glob("*.png")}
     assert len(drawn) == 3
-    for number in (1, 2):  # which were in two batches, and are one now
-        (out / draw.image_name(number)).unlink()
-    assert draw_missing() == drawn
     pixels, texts = read_png(out / draw.image_name(1))
     assert pixels.shape == (64, 64, 3) and texts["edited"].startswith("001.png ")
+
+    # With Ray, the missing two are one batch.
+    first, *missing = sorted(out.glob("*.png"))
+    written_at = first.stat().st_mtime_ns
+    for image in missing:
+        image.unlink()
+    died, write_pngs = tmp_path / "died", draw.write_pngs
+
+    def write_or_die(rows, folder, settings):
+        if not died.exists():
+            write_pngs({name: values[:1] for name, values in rows.items()}, folder, settings)
+            died.touch()
+            os._exit(1)
+        write_pngs(rows, folder, settings)
+
+    monkeypatch.setattr(draw, "write_pngs", write_or_die)
+    draw.draw_missing(options)
+    assert died.exists()
+    assert {image.name: image.read_bytes() for image in out.glob("*.png")} == drawn
+    assert first.stat().st_mtime_ns == written_at
+
     shutil.copyfile(folder / "000.png", folder / "001.png")
-    rows = draw.add_pictures(draw.read_prompts(file), file, folder)
     with pytest.raises(RuntimeError, match=r"is there already with the edited '001\.png"):
-        draw_missing()
+        draw.draw_missing(options)
+
+
+# Without Ray.
 
 
 @pytest.mark.parametrize(
