@@ -124,6 +124,16 @@ def encode_condition(
     else:
         both = pair(jnp.broadcast_to(negative_ids, ids.shape), ids)
         context, pooled = encode_prompts(params, config, both)
+    return make_condition(params, config, context, pooled, height, width)
+
+
+def make_condition(
+    params: dict, config: Config, context: jax.Array, pooled: jax.Array, height: int, width: int
+) -> Condition:
+    """Return what the UNet reads of encoded prompts, for images of so many pixels.
+
+    XL is told the size of the original and of the image, and that nothing was cut off.
+    """
     sizes = jnp.array([height, width, 0, 0, height, width])
     return project_text(params["unet"], config.unet, context, pooled, sizes)
 

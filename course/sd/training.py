@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from course.sd.configs import Config, ScheduleConfig
-from course.sd.pipeline import denoise_step, encode_prompts
+from course.sd.pipeline import denoise_step, encode_prompts, make_condition
 from course.sd.samplers import alphas
-from course.sd.unet import Condition, project_text
 from course.sd.vae import encode
 
 DENOISER = "unet"  # the part that gets the LoRA
@@ -63,7 +62,8 @@ def predict(
     texts = batch.texts
     if not isinstance(texts, Encoded):
         texts = encode_captions(params, config, texts)
-    condition = describe_images(params, config, texts, batch.latents.shape)
+    height, width = (config.pixels_per_latent * side for side in batch.latents.shape[1:3])
+    condition = make_condition(params, config, texts.context, texts.pooled, height, width)
     total = config.schedule.num_train_timesteps
     timesteps = jnp.minimum(jnp.int32(batch.times * total), total - 1)
     noisy, target = add_noise(config.schedule, batch.latents, batch.noise, timesteps)
@@ -78,12 +78,3 @@ def predict(
         remat=remat,
     )
     return predicted, target
-
-
-def describe_images(
-    params: dict, config: Config, texts: Encoded, shape: tuple[int, ...]
-) -> Condition:
-    """Return what the UNet reads of captions, for images whose latents have this shape."""
-    height, width = (config.pixels_per_latent * side for side in shape[1:3])
-    sizes = jnp.array([height, width, 0, 0, height, width])
-    return project_text(params["unet"], config.unet, texts.context, texts.pooled, sizes)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from course import sd
+from course.sd.pipeline import make_condition
 from course.sd.tokenizer import Tokenizer
 from course.sd.training import add_noise
-from course.sd.unet import project_text
 from course.sd.vae import encode
 from course.shapes import scenes
 from lab.train import data, loop
@@ -104,9 +104,7 @@ def loss_fn(params: dict, batch: Batch, config: sd.Config) -> jax.Array:
     if config.is_xl:
         context *= batch.is_shown[:, None, None]
         pooled *= batch.is_shown[:, None]
-    # Of the original and of the picture, with nothing cut off: only XL is told.
-    sizes = jnp.array([PIXELS, PIXELS, 0, 0, PIXELS, PIXELS])
-    condition = project_text(params["unet"], config.unet, context, pooled, sizes)
+    condition = make_condition(params, config, context, pooled, PIXELS, PIXELS)
     noisy, target = add_noise(config.schedule, batch.latents, batch.noise, batch.timesteps)
     predicted = sd.denoise_step(params, config, noisy, batch.timesteps, condition, guided=False)
     return jnp.square(predicted - target).mean()
