@@ -2,7 +2,8 @@
 
 Both have what commands need of a model, by the same names: ``load``, ``load_tokenizer``,
 ``read_config``, ``parameter_shapes`` and ``make_drawing``; and of files ``read_files``, ``save``,
-``read_single_file``, ``to_single_files``, ``read_lora`` and ``save_lora``. Which model a folder
+``read_single_file``, ``to_single_files``, ``read_lora`` and ``save_lora``; and for fine-tuning the
+module ``training``. Which model a folder
 has, how large its images are and in how many steps they are drawn, ``helpers.models`` and
 ``helpers.checkpoints`` say.
 """

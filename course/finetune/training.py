@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -29,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from course import flux2, sd
 from course.commands import LARGEST
-from course.families import Config
+from course.families import Config, code_of
 from course.flux2 import training as of_flux2
 from course.model.attention import ATTENTION, find_attention
 from course.model.lora import Pair, attach
@@ -51,11 +50,6 @@ LAYERS = {
     "attention": rf".*\.({ATTENTION_LAYERS})\.weight",
     "all": rf".*_blocks?\..*\.({ATTENTION_LAYERS}|{OTHER_LAYERS})\.weight",
 }
-
-
-def code_for(config: Config) -> ModuleType:
-    """Return what is a model's own: ``course.sd.training`` or ``course.flux2.training``."""
-    return of_flux2 if isinstance(config, flux2.Config) else of_sd
 
 
 def denoiser_of(params: dict) -> str:
@@ -238,7 +232,7 @@ def insert_trained(params: dict, trained: dict) -> dict:
 def loss_fn(trained: dict, params: dict, batch: Batch, config: Config, recipe: Recipe) -> jax.Array:
     """Return how wrong the model is about noise: the mean of squared errors, float32, ()."""
     params = insert_trained(params, trained)
-    predicted, target = code_for(config).predict(
+    predicted, target = code_of(config).training.predict(
         params, config, batch, recipe.attention, recipe.remat
     )
     errors = jnp.square(predicted - target).mean(axis=(1, 2, 3))  # (batch,)
@@ -420,7 +414,7 @@ def make_data(
 
     @jax.jit
     def to_latents(p: dict, image: jax.Array) -> jax.Array:
-        return code_for(config).encode_images({"vae": p}, config, image[None])
+        return code_of(config).training.encode_images({"vae": p}, config, image[None])
 
     def encode_all(images: np.ndarray) -> jax.Array:
         # One image after another needs little memory.
@@ -464,7 +458,7 @@ def encode_texts(
 
     @jax.jit
     def encode_one(params: dict, one: jax.Array | tuple) -> jax.Array | Encoded:
-        return code_for(config).encode_captions(params, config, one)
+        return code_of(config).training.encode_captions(params, config, one)
 
     encoders = {part: weights for part, weights in params.items() if part.startswith("text")}
     encoded = []

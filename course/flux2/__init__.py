@@ -1,5 +1,6 @@
 """FLUX.2-klein in plain JAX: functions of dictionaries of parameters."""
 
+from course.flux2 import training
 from course.flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
 from course.flux2.convert import read_single_file, to_single_files
 from course.flux2.folders import load, load_tokenizer, read_files, save
@@ -68,5 +69,6 @@ __all__ = [
     "text_positions",
     "times",
     "to_single_files",
+    "training",
     "velocity",
 ]

@@ -3,6 +3,7 @@
 from course.model.attention import ATTENTION
 from course.model.guidance import is_guided
 from course.model.sharding import DATA_PARALLEL, FULLY_SHARDED, TENSOR_PARALLEL
+from course.sd import training
 from course.sd.configs import (
     Config,
     ScheduleConfig,
@@ -55,4 +56,5 @@ __all__ = [
     "save_lora",
     "shardings",
     "to_single_files",
+    "training",
 ]
