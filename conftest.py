@@ -20,10 +20,7 @@ def pytest_collection_modifyitems(config, items):
     chapters = [item for item in items if is_chapter(item.path)]
     others = [item for item in items if not is_chapter(item.path)]
     # The first chapters are short. They come last, so that all workers end at about the same time.
-    chapters.sort(key=lambda item: item.path.name, reverse=True)
-    # Ray has to start within seconds. It comes first, when nothing else has the cores yet.
-    chapters.sort(key=lambda item: not item.path.name.startswith("10_"))
-    items[:] = chapters + others
+    items[:] = sorted(chapters, key=lambda item: item.path.name, reverse=True) + others
     if hasattr(config, "workerinput") and len(items) > 1:
         use_own_cores(config.workerinput["workerid"], config.workerinput["workercount"])
 
