@@ -270,7 +270,8 @@ def likely_shares(right: np.ndarray, judged: int) -> tuple[np.ndarray, np.ndarra
     spread = deviations**2 / judged
     middle = (share + spread / 2) / (1 + spread)
     reach = deviations * np.sqrt(share * (1 - share) / judged + spread / 4 / judged) / (1 + spread)
-    return middle - reach, middle + reach
+    # The share is between them, but for rounding where none or all are right.
+    return np.minimum(middle - reach, share), np.maximum(middle + reach, share)
 
 
 def share(values: Iterable[bool]) -> float:
