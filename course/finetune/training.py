@@ -565,7 +565,7 @@ class Saver:
         if step == self._manager.latest_step():
             return
         sums = jax.tree.leaves(jax.tree.map(lambda x: np.asarray(x).sum(), state.trained))
-        check_finite("sum of the LoRA", np.sum(sums), step)
+        check_step_is_finite("sum of the LoRA", np.sum(sums), step)
         # All devices have the same state, so the host's copy will do. From the devices' own, Orbax
         # would take a slice of each array from each device, by a program for each shape.
         args = ocp.args.Composite(
@@ -630,7 +630,7 @@ def train(
             # Without waiting, states and batches would queue in memory.
             state = jax.block_until_ready(step(state, params, data))
             losses = np.asarray(state.losses)
-            check_finite("loss", losses[done - 1], done)
+            check_step_is_finite("loss", losses[done - 1], done)
             passed = time.monotonic() - start
             is_over = passed > seconds
             if done % 10 == 0 or done in (first, last) or is_over:
@@ -654,7 +654,7 @@ def train(
     return state
 
 
-def check_finite(what: str, number: float, step: int) -> None:
+def check_step_is_finite(what: str, number: float, step: int) -> None:
     """Raise ``RuntimeError`` unless a number of a step is finite: nothing is learned after that."""
     if np.isfinite(number):
         return

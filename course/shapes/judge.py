@@ -246,11 +246,16 @@ def right_attributes(asked: dict[str, str | None], seen: scenes.Scene | Refusal)
     return right
 
 
+def is_as_asked(asked: dict[str, str | None], seen: scenes.Scene | Refusal) -> bool:
+    """Return whether the reading of a picture has all that its caption names."""
+    return all(right_attributes(asked, seen).values())
+
+
 def count_right(asked: Iterable[dict[str, str | None]], pictures: Iterable[np.ndarray]) -> int:
     """Count the pictures in which everything is right that their captions name."""
     right = 0
     for named, picture in zip(asked, pictures, strict=True):
-        right += all(right_attributes(named, read_scene(picture)).values())
+        right += is_as_asked(named, read_scene(picture))
     return right
 
 

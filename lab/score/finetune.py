@@ -139,7 +139,7 @@ def score(found: dict[str, list], kinds: dict = KINDS) -> dict[str, float]:
     shares = {}
     for kind, asked in kinds.items():
         pairs = zip(asked, found[kind], strict=True)
-        right = [all(judge.right_attributes(each, seen).values()) for each, seen in pairs]
+        right = [judge.is_as_asked(each, seen) for each, seen in pairs]
         shares[kind] = judge.share(right)
     return shares
 
