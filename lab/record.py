@@ -10,7 +10,6 @@ where it stopped, and to ask anew, delete rows. Processes may work at once on on
 """
 
 import argparse
-import datetime
 import importlib
 import json
 import logging
@@ -23,8 +22,8 @@ from types import ModuleType
 
 import jax
 
+from course.tpu import records
 from course.tpu.chips import require_compiler
-from course.tpu.compiler import versions
 from helpers import quiet_warnings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +33,7 @@ SUBJECTS = (
     "ask/products",
     "ask/programs",
     "ask/shardings",
+    "ask/plans",
     "ask/finetune",
     "ask/flux2",
     "ask/int8",
@@ -58,29 +58,17 @@ STACKS = (
 
 def read_rows(name: str) -> list[dict]:
     """Return the rows of a record, and none if there is no such record yet."""
-    file = FOLDER / f"{name}.json"
-    return json.loads(file.read_text()) if file.exists() else []
+    return records.read_rows(FOLDER / f"{name}.json")
 
 
 def write_rows(name: str, rows: list[dict]) -> None:
-    """Write a record whole or not at all, so that an interruption leaves nothing half-written."""
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    file = FOLDER / f"{name}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(f"[\n{lines}\n]\n")
-    partial.replace(file)
+    """Write the rows of a record, see `course.tpu.records.write_rows`."""
+    records.write_rows(FOLDER / f"{name}.json", rows)
 
 
 def make_row(question: dict, answer: dict) -> dict:
     """Return a row of a record: an answer, when, with which versions, and on which machine."""
-    return {
-        "question": question,
-        "answer": answer,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": versions(*PACKAGES),
-        "machine": machine(),
-    }
+    return records.make_row(question, answer, *PACKAGES) | {"machine": machine()}
 
 
 def machine() -> dict:

@@ -4,7 +4,8 @@ import pytest
 
 from course.tpu.jaxpr import find_products
 from course.tpu.records import PUBLISHED_KLEIN, recorded_flops, recorded_products, recorded_splits
-from lab.ask import bytes_on_chip, flux2
+from course.tpu.splits import bytes_on_chip
+from lab.ask import flux2
 
 PROGRAMS = recorded_splits("ask/flux2")
 FLOPS = recorded_flops("flux2")

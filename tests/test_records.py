@@ -15,6 +15,7 @@ from course.tpu.jaxpr import find_products
 from course.tpu.pieces import parameter_bytes, take_piece
 from course.tpu.programs import DECODER, PARTS, STEP, WHOLE
 from course.tpu.records import (
+    answer_of,
     largest_batch,
     read_answers,
     recorded_answers,
@@ -23,7 +24,7 @@ from course.tpu.records import (
 )
 from helpers import read_record
 from lab import record
-from lab.ask import answer_of, programs
+from lab.ask import programs
 
 GIB = 2**30
 MIB = 2**20

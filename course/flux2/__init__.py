@@ -26,7 +26,7 @@ from course.flux2.pipeline import (
     text_positions,
 )
 from course.flux2.sampler import euler, shift_by_size, times
-from course.flux2.sequence import split_tokens
+from course.flux2.sequence import keep_tokens, split_tokens
 from course.flux2.transformer import velocity
 from course.flux2.vae import decode
 from course.model.guidance import is_guided
@@ -49,6 +49,7 @@ __all__ = [
     "generate",
     "generate_in_turn",
     "is_guided",
+    "keep_tokens",
     "load",
     "load_tokenizer",
     "make_drawing",

@@ -1,8 +1,8 @@
-"""Sequence parallelism by hand: the transformer with its tokens split over the devices of a mesh.
+"""Sequence parallelism: the transformer with its tokens split over the devices of a mesh.
 
 Each device has all parameters and some tokens of text and image, and all layers but attention look
-at each token by itself. The partitioner can be asked for the same by shardings of the inputs; here
-`jax.shard_map` says what is exchanged, and nothing else is.
+at each token by itself. `split_tokens` does it by hand: `jax.shard_map` says what is exchanged, and
+nothing else is. `keep_tokens` leaves that to the partitioner, which can split parameters, too.
 """
 
 import functools
@@ -11,14 +11,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course.flux2 import transformer
 from course.flux2.configs import TransformerConfig
-from course.model.attention import ring, ulysses
-
-WAYS = {"ulysses": ulysses, "ring": ring}
+from course.model.attention import find_way
 
 
 def split_tokens(
@@ -45,8 +43,7 @@ def split_tokens(
         If there is no such way, or, by the function that is returned, if the devices do not divide
         the heads, which Ulysses needs.
     """
-    if way not in WAYS:
-        raise ValueError(f"There is no way {way!r}: choose one of {', '.join(WAYS)}.")
+    attention = find_way(way)
     devices = mesh.shape[tokens]
 
     def velocity(
@@ -58,12 +55,6 @@ def split_tokens(
         image_positions: np.ndarray,
         text_positions: np.ndarray,
     ) -> jax.Array:
-        heads = config.num_attention_heads
-        if way == "ulysses" and heads % devices:
-            raise ValueError(
-                f"Ulysses gives each device whole heads, and {heads} heads cannot be divided by "
-                f"{devices} devices: choose a number that divides {heads}, or the way 'ring'."
-            )
         length = image.shape[1]
         is_padded = length % devices or text.shape[1] % devices
 
@@ -79,7 +70,7 @@ def split_tokens(
                 lambda text, image: jnp.concatenate([text, image]), text_places, image_places
             )
             attend = functools.partial(
-                WAYS[way], axis=tokens, is_real=is_real if is_padded else None
+                attention, axis=tokens, is_real=is_real if is_padded else None
             )
             return transformer.predict(p, config, image, text, time, rotation, attend)
 
@@ -100,6 +91,33 @@ def split_tokens(
             places_of(text_positions, config, devices),
         )
         return moved[:, :length]
+
+    return velocity
+
+
+def keep_tokens(mesh: Mesh, tokens: str | None = None, images: str | None = None) -> Callable:
+    """Return a function that takes and gives what ``flux2.velocity`` does, with its tokens placed.
+
+    The partitioner adds what devices exchange, also where parameters are split, as by
+    ``TENSOR_PARALLEL``. Only for ``jax.jit``.
+
+    Parameters
+    ----------
+    mesh : jax.sharding.Mesh
+    tokens : str, optional
+        The axis of the mesh over which tokens are split, whose devices divide those of the text and
+        of the image.
+    images : str, optional
+        The axis over which the batch is split: images, or the two halves of guidance.
+    """
+    where = NamedSharding(mesh, P(images, tokens))
+
+    def velocity(
+        p: dict, config: TransformerConfig, image: jax.Array, text: jax.Array, *others: jax.Array
+    ) -> jax.Array:
+        image, text = jax.lax.with_sharding_constraint((image, text), where)
+        moved = transformer.velocity(p, config, image, text, *others)
+        return jax.lax.with_sharding_constraint(moved, where)
 
     return velocity
 

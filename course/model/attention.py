@@ -133,7 +133,13 @@ def ulysses(
         Which of this device's tokens are no padding: bool, (tokens,).
     score_dtype : dtype, optional
         As in ``plain``.
+
+    Raises
+    ------
+    ValueError
+        If the devices do not divide the heads.
     """
+    check_whole_heads(query.shape[2], jax.lax.axis_size(axis))
     query, key, value = (
         jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
         for x in (query, key, value)
@@ -143,6 +149,15 @@ def ulysses(
         mask = jax.lax.all_gather(is_real, axis, tiled=True)[None, None, None]
     y = plain(query, key, value, mask, score_dtype)
     return jax.lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def check_whole_heads(heads: int, devices: int) -> None:
+    """Raise ``ValueError`` unless ``ulysses`` can give each device the same number of heads."""
+    if heads % devices:
+        raise ValueError(
+            f"Ulysses gives each device whole heads, and {heads} heads cannot be divided by "
+            f"{devices} devices: choose a number that divides {heads}, or the way 'ring'."
+        )
 
 
 def ring(
@@ -183,6 +198,17 @@ def ring(
             if is_real is not None:
                 is_real = jax.lax.ppermute(is_real, axis, onward)
     return (y / total).astype(value.dtype).swapaxes(1, 2)
+
+
+# How devices get at one another's tokens, inside of ``jax.shard_map``.
+OVER_DEVICES = {"ulysses": ulysses, "ring": ring}
+
+
+def find_way(way: str) -> Callable:
+    """Return the function of this name in ``OVER_DEVICES``; others raise ``ValueError``."""
+    if way not in OVER_DEVICES:
+        raise ValueError(f"There is no way {way!r}: choose one of {', '.join(OVER_DEVICES)}.")
+    return OVER_DEVICES[way]
 
 
 def dot_product(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:

@@ -25,6 +25,7 @@ from course.sd.pipeline import (
     make_drawing,
 )
 from course.sd.samplers import SAMPLERS
+from course.sd.sequence import split_pixels
 
 __all__ = [
     "ATTENTION",
@@ -55,6 +56,7 @@ __all__ = [
     "save",
     "save_lora",
     "shardings",
+    "split_pixels",
     "to_single_files",
     "training",
 ]

@@ -8,15 +8,18 @@ import logging
 import re
 import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 
-from course.commands import make_parser, run
+from course.commands import check_writable, make_parser, positive, run
 from course.model.attention import ATTENTION
 from course.tpu.answers import Answer, Report
 from course.tpu.chips import tpu_devices
 from course.tpu.compiler import ask_compiler
 from course.tpu.pieces import ask_about
+from course.tpu.plan import ask_ways, draw_comparison, make_job, rank, say, step_flops
+from course.tpu.plan_file import write_plan
 from course.tpu.programs import make_program
 from course.tpu.records import recorded_answers, table_of
 from helpers import quiet_warnings
@@ -30,6 +33,8 @@ examples:
                                                the model of course.sd in its place
   python -m course.tpu jax.numpy:matmul --shapes "bf16[4096,4096]" "bf16[4096,4096]"
   python -m course.tpu --recorded              what was said about the real models, at once
+  python -m course.tpu plan flux2 --chip v6e --chips 8
+                                               how a step is best split over eight chips (--help)
 
 module:function can be any function of arrays, in this folder or installed. Each of --shapes is an
 argument, as JAX prints its type. From Python, course.tpu.ask_compiler takes trees, shardings and
@@ -162,7 +167,85 @@ def print_answer(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     print(json.dumps(content, indent=1) if options.json else text)
 
 
+# Plans
+
+PLAN = """\
+Compile a step of denoising for chips that are not there, split over them in each way that the model
+permits, and rank the ways by a bound. What the compiler says is kept in a folder, so that an
+interrupted plan goes on where it stopped. There are also a picture that compares the ways, and a
+file that draws in the first of them.
+"""
+PLAN_EXAMPLES = """\
+examples:
+  python -m course.tpu plan shapes-flux2 --chip v5e --chips 4
+                                               the bundled checkpoint, in a minute or two
+  python -m course.tpu plan flux2 --chip v6e --chips 8
+                                               FLUX.2-klein-4B, one image over eight chips
+  python -m course.tpu plan sdxl --chip v5e --batch 4 --only "data over 4"
+"""
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    parser = make_parser("course.tpu plan", PLAN, epilog=PLAN_EXAMPLES)
+    parser.add_argument(
+        "model", help="sd, sdxl, flux2, flux2-9b, a bundled checkpoint, a model's folder or Hub id"
+    )
+    parser.add_argument("--chip", default="v6e", help="v5e or v6e (%(default)s)")
+    parser.add_argument("--chips", type=int, default=8, help="4 or 8 (%(default)s)")
+    parser.add_argument(
+        "--batch", type=positive, default=1, help="images that all chips draw at a time (1)"
+    )
+    parser.add_argument(
+        "--height", type=int, help="in pixels; by default what the model was trained for"
+    )
+    parser.add_argument("--width", type=int, help="likewise")
+    parser.add_argument(
+        "--guidance",
+        action=argparse.BooleanOptionalAction,
+        help="whether there is guidance; by default there is, but for distilled models",
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="or float32 (%(default)s)")
+    parser.add_argument("--only", default="", help="ask only about ways with this in their name")
+    parser.add_argument("--to", type=Path, help="the folder for all of it (plan-MODEL-CHIP-CHIPS)")
+    parser.add_argument("--timeout", type=float, help="stop a compilation after so many seconds")
+    return parser
+
+
+def print_plan(options: argparse.Namespace) -> None:
+    """Ask, write and print what ``plan`` does."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("course").setLevel(logging.INFO)
+    jax.config.update("jax_platforms", "cpu")  # chips that are there are left alone
+    quiet_warnings()
+    job = make_job(
+        options.model,
+        options.chip,
+        options.chips,
+        batch=options.batch,
+        height=options.height,
+        width=options.width,
+        guided=options.guidance,
+        dtype=options.dtype,
+    )
+    name = f"plan-{Path(options.model).name}-{options.chip}-{options.chips}"
+    folder = options.to or Path(name)
+    check_writable(folder)
+    answers = ask_ways(job, folder / "answers.json", options.only, options.timeout)
+    estimates = rank(answers.splits, step_flops(job), job.chips)
+    print(say(job, answers, estimates))
+    fitting = [way for way, found in estimates.items() if found.split.report.fits]
+    if not fitting:
+        raise RuntimeError("No way fits that was asked about: give more chips, or fewer pixels.")
+    draw_comparison(job, estimates, folder / "comparison.png")
+    write_plan(job, fitting[0], folder / "draw.py")
+    print(f"\nFirst is {fitting[0]}: {folder / 'draw.py'} draws so. Also written: comparison.png.")
+
+
 def main(arguments: list[str] | None = None) -> int:
+    if arguments is None:
+        arguments = sys.argv[1:]
+    if arguments[:1] == ["plan"]:
+        return run(plan_parser(), print_plan, arguments[1:], "Interrupted: start the same again.")
     parser = tpu_parser()
     return run(parser, partial(print_answer, parser=parser), arguments)
 

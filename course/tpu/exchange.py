@@ -16,6 +16,7 @@ from course.tpu.records import Exchange
 # Bytes in a second that a link to a neighbour carries each way. Google documents twice as much for
 # a v6e chip as for a v5e: docs.cloud.google.com/tpu/docs/v6e.
 LINKS = {"v5e": ICI_LINK, "v6e": 2 * ICI_LINK}
+GRIDS = FLAT | {2: (1, 2)}  # a part of the chips lies as closely as it can
 
 
 def received_share(kind: str, chips: int) -> float:
@@ -54,8 +55,14 @@ def received_share(kind: str, chips: int) -> float:
 
 
 def received_bytes(exchanges: Iterable[Exchange], chips: int) -> float:
-    """Return how many bytes a chip receives in one step, if so many chips exchange on a ring."""
-    return sum(received_share(each.kind, chips) * each.bytes for each in exchanges)
+    """Return how many bytes a chip receives in one step, if chips exchange on a ring.
+
+    ``chips`` is how many they are where an exchange does not say it itself.
+    """
+    received = 0.0
+    for each in exchanges:
+        received += received_share(each.kind, each.chips or chips) * each.bytes
+    return received
 
 
 def least_seconds(
@@ -66,20 +73,25 @@ def least_seconds(
     Parameters
     ----------
     exchanges : Iterable[Exchange]
-        What all chips of the grid exchange, from `Split.exchanges`.
+        From `Split.exchanges`.
     chip : str
         ``v5e`` or ``v6e``.
     chips : int
-        4 or 8, as `tpu_devices` places them.
+        How many exchange with one another, where an exchange does not say it itself: 4 or 8, as
+        `tpu_devices` places them, or 2 neighbours, between which there is one link.
     one_way : bool
         Whether all collective-permutes go the same way round the ring.
     """
     seconds = 0.0
     for exchange in exchanges:
-        links = 1 if one_way and exchange.kind == "collective-permute" else 2
-        by_ring = received_bytes([exchange], chips) / (links * LINKS[chip])
+        number = exchange.chips or chips
+        if number == 1:
+            continue
+        has_one_link = number == 2 or (one_way and exchange.kind == "collective-permute")
+        links = 1 if has_one_link else 2
+        by_ring = received_bytes([exchange], number) / (links * LINKS[chip])
         if exchange.kind == "all-to-all":
-            by_ring = max(by_ring, bisection_seconds(exchange.bytes, chip, chips))
+            by_ring = max(by_ring, bisection_seconds(exchange.bytes, chip, number))
         seconds += by_ring
     return seconds
 
@@ -94,6 +106,6 @@ def bisection_seconds(size: int, chip: str, chips: int) -> float:
     size : int
         Bytes of the result on a chip.
     """
-    rows = min(FLAT[chips])  # as many links lead from one half to the other
+    rows = min(GRIDS[chips])  # as many links lead from one half to the other
     crossing = chips / 2 * size / 2
     return crossing / (rows * LINKS[chip])

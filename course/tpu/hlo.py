@@ -29,6 +29,7 @@ class Collective:
     origin: str
     runs: int = 1  #: how often it runs in a run of the program, where the compiler knows it
     is_async: bool = False  #: whether the device goes on computing in the meantime
+    chips: int | None = None  #: how many exchange with one another; None if the text does not say
 
 
 @dataclass(frozen=True)
@@ -171,8 +172,12 @@ def read_collectives(text: str) -> list[Collective]:
             starting.add(name)
             channels.update(re.findall(r"channel_id=(\d+)", "\n".join(lines)))
     collectives = []
+    started = {}  # by the names of instructions that start one, how many chips exchange
     for name, lines in computations.items():
         for line in lines:
+            start = re.match(r" *(?:ROOT )?%([\w.-]+) = .*-start\(", line)
+            if start:
+                started[start[1]] = group_size(line)
             # An accelerator may start an instruction and go on: then the "done" has the result.
             instruction = re.search(rf" = (.*?) ({KINDS})(-done)?\(", line)
             if not instruction:
@@ -182,6 +187,7 @@ def read_collectives(text: str) -> list[Collective]:
             if name not in starting and channel and channel[1] in channels:
                 continue
             origin = re.search(r'op_name="([^"]*)"', line)
+            start = re.search(r"-done\(%([\w.-]+)", line)
             collectives.append(
                 Collective(
                     kind,
@@ -189,9 +195,29 @@ def read_collectives(text: str) -> list[Collective]:
                     origin[1] if origin else "",
                     runs=runs[name],
                     is_async=bool(done) or name in starting,
+                    chips=started.get(start[1]) if start else group_size(line),
                 )
             )
     return collectives
+
+
+def group_size(line: str) -> int | None:
+    """Read how many devices exchange with one another by a collective; None if it does not say.
+
+    Its groups are written out, or as how many there are, and of how many devices.
+
+    Examples
+    --------
+    >>> group_size("all-gather(%x), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}")
+    4
+    >>> group_size("all-reduce(%x), replica_groups=[4,2]<=[8], to_apply=%add")
+    2
+    """
+    written = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if written:
+        return len(written[1].split(","))
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
+    return int(counted[1]) if counted else None
 
 
 def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:

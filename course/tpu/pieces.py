@@ -495,20 +495,28 @@ def flux2_encoder(program: Program) -> Piece:
     return Piece(encode, (params["text_encoder"], *texts), is_scanned=True)
 
 
-def flux2_step(program: Program) -> Piece:
-    """Return a run of the transformer, of twice the batch where there is guidance."""
+def flux2_step(
+    program: Program, velocity: Callable = flux2.velocity, guided: bool | None = None
+) -> Piece:
+    """Return a run of the transformer, of twice the batch where there is guidance.
+
+    ``velocity`` is the transformer, or does the same for tokens that are split over devices. By
+    default there is guidance if the model is not distilled.
+    """
     config = load_config(program.model)
     rows, columns = flux2.size_in_tokens(config, program.height, program.width)
+    if guided is None:
+        guided = not config.is_distilled
 
     def step(p, noisy, texts, time):
-        if not config.is_distilled:
+        if guided:
             noisy = pair(noisy, noisy)
         times = jnp.full(len(noisy), time)
         places = flux2.positions(rows, columns), flux2.text_positions(texts.shape[1])
-        return flux2.velocity(p, config.transformer, noisy, texts, times, *places)
+        return velocity(p, config.transformer, noisy, texts, times, *places)
 
     params = flux2.parameter_shapes(config, program.dtype)
-    twice = program.batch * (1 if config.is_distilled else 2)
+    twice = program.batch * (2 if guided else 1)
     channels = config.transformer.joint_attention_dim
     tokens = flux2_text_length(program, config)
     texts = array(twice, tokens, channels, dtype=jnp.dtype(program.dtype))

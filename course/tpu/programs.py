@@ -8,6 +8,8 @@ from course.families import find_code
 from helpers.models import MODELS, NO_WEIGHTS, find_local, find_model, which_model
 
 CONFIGURATIONS = Path(__file__).with_name("configurations")
+LARGER = ("flux2-9b",)  # which no chapter draws with
+CONFIGURED = (*MODELS, *LARGER)  # models whose shapes are known here, without any file
 
 # The pieces that a program can be asked about. Its parts are those that it runs one after another.
 WHOLE = "whole program"
@@ -25,7 +27,7 @@ class Program:
     ``course.sd`` or ``course.flux2``. `make_program` makes one.
     """
 
-    model: str  #: a key of ``helpers.models.MODELS``, a bundled checkpoint, a folder, or a Hub id
+    model: str  #: one of ``CONFIGURED``, a bundled checkpoint, a folder, or a Hub id
     chip: str  #: a key of ``CHIPS``
     chips: int  #: 1, 4 or 8, each with images of its own
     batch: int  #: images that each device draws at a time; guidance doubles it
@@ -161,13 +163,13 @@ def check_sides(model: str, height: int, width: int, multiple: int) -> None:
 
 def configured_folder(model: str) -> Path:
     """Return the folder with a model's configuration files, see ``Program.model``."""
-    if model in MODELS:
+    if model in CONFIGURED:
         return CONFIGURATIONS / model
     folder = find_local(model)
     if folder is None and "/" not in model:
         bundled = [known.bundled for known in MODELS.values()]
         raise ValueError(
-            f"There is no model {model!r}: give {', '.join((*MODELS, *bundled))}, "
+            f"There is no model {model!r}: give {', '.join((*MODELS, *bundled, *LARGER))}, "
             "a folder with a model_index.json, or a Hub id."
         )
     folder = folder or find_model(model, only=NO_WEIGHTS)

@@ -1,8 +1,12 @@
 """What the TPU compiler said before, and what others measured; tables of both."""
 
 import dataclasses
+import datetime
 import functools
+import json
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -35,6 +39,42 @@ def read_report(row: dict) -> Report:
     if content["copies"] is not None:
         fields["copies"] = tuple(Copy(**each) for each in content["copies"])
     return Report(**fields)
+
+
+def answer_of(report: Report, **more) -> dict:
+    """Return a report as a record has it, for `read_report`, and more figures.
+
+    Collectives are added up, and copies are left out unless the text was asked for.
+    """
+    exchanges = [dataclasses.asdict(exchange) for exchange in add_up(report.collectives)]
+    copies = report.copies if report.text else None
+    content = dataclasses.asdict(dataclasses.replace(report, collectives=(), copies=copies))
+    del content["date"], content["versions"]  # a row has them
+    return {"report": content, "exchanges": exchanges} | more
+
+
+def make_row(question: dict, answer: dict, *packages: str) -> dict:
+    """Return a row of a record: an answer, when it was given, and by which versions of packages."""
+    return {
+        "question": question,
+        "answer": answer,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": versions(*packages),
+    }
+
+
+def read_rows(file: Path) -> list[dict]:
+    """Return the rows in a file, and none if there is no such file yet."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
+def write_rows(file: Path, rows: Iterable[dict]) -> None:
+    """Write rows whole or not at all, so that an interruption leaves nothing half-written."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    partial.replace(file)
 
 
 def read_answers(rows: Iterable[dict]) -> list[Answer]:
@@ -177,6 +217,22 @@ class Exchange:
     number: int  #: of instructions
     runs: int  #: in one run of the program
     bytes: int  #: of all their results in one run
+    chips: int | None = None  #: how many exchange with one another; None if nobody wrote it down
+
+
+def add_up(collectives: Iterable[Collective]) -> list[Exchange]:
+    """Return what devices exchange by each kind of collective, as often as a loop goes round."""
+    found = {}
+    for each in collectives:
+        key = (each.kind, each.is_async, each.chips)
+        before = found.get(key, Exchange(*key[:2], number=0, runs=0, bytes=0, chips=each.chips))
+        found[key] = dataclasses.replace(
+            before,
+            number=before.number + 1,
+            runs=before.runs + each.runs,
+            bytes=before.bytes + each.runs * each.bytes,
+        )
+    return list(found.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,15 +285,20 @@ def recorded_splits(record: str) -> dict[str, Split]:
     """
     splits = {}
     for row in read_record(record):
-        answer = row["answer"]
-        splits[", ".join(filter(None, row["question"].values()))] = Split(
-            mesh=answer["mesh"],
-            images=answer["images"],
-            parameters=answer["parameters"],
-            report=read_report(row),
-            exchanges=tuple(Exchange(**exchange) for exchange in answer["exchanges"]),
-        )
+        splits[", ".join(filter(None, row["question"].values()))] = read_split(row)
     return splits
+
+
+def read_split(row: dict) -> Split:
+    """Read the way to split a program in a row of a record."""
+    answer = row["answer"]
+    return Split(
+        mesh=answer["mesh"],
+        images=answer["images"],
+        parameters=answer["parameters"],
+        report=read_report(row),
+        exchanges=tuple(Exchange(**exchange) for exchange in answer["exchanges"]),
+    )
 
 
 # Tables, and what others measured

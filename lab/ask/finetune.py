@@ -12,7 +12,7 @@ from course.finetune import training
 from course.sd import ATTENTION, parameter_shapes
 from course.tpu import ask_compiler, tpu_devices
 from course.tpu.pieces import array, load_config
-from lab.ask import answer_of
+from course.tpu.records import answer_of
 
 CHIP = "v5e"
 EXAMPLES = 424  # images that are trained on, and their captions; a step takes a batch of them

@@ -20,13 +20,25 @@ from jax.sharding import PartitionSpec as P
 from course import flux2
 from course.flux2 import transformer
 from course.tpu.pieces import Piece, array
-from lab.ask import Way, ask_split, make_mesh, place, split_answer
+from course.tpu.records import answer_of
+from course.tpu.splits import ask_split, bytes_on_chip, make_mesh, place
 
 CONFIG = flux2.Config()
 SIDE = 1024  # of an image, in pixels
 TOKENS = (SIDE // CONFIG.vae.pixels_per_token) ** 2
 TEXT_TOKENS = 512
 STEPS = 4
+
+
+class Way(NamedTuple):
+    """How the work is split over chips."""
+
+    mesh: dict[str, int]  # the sizes of its axes; empty for one chip
+    rules: dict[str, str]  # for the parameters
+    spec: P  # of inputs and outputs, whose axes are the images and then tokens
+    images: int  # drawn at a time by all chips together
+    by_shard_map: bool = False  # each chip has the program of one chip alone
+
 
 WAYS = {
     "one chip": Way({}, flux2.DATA_PARALLEL, P(), images=1),
@@ -236,14 +248,29 @@ def answer(part: str, chip: str, way: str, variant: str) -> dict:
         for name, function in VARIANTS[variant].changed.items():
             stack.enter_context(mock.patch.object(transformer, name, function))
         if split.mesh:
-            mesh = make_mesh(split, chip)
+            mesh = make_mesh(chip, split.mesh)
             if way in BY_HAND:
                 velocity = flux2.split_tokens(mesh, way.lower())
                 stack.enter_context(mock.patch.object(flux2, "velocity", velocity))
             piece = take_part(part, split, variant, mesh)
-            return ask_split(piece.function, piece.arguments, split, mesh, chip)
+            function = piece.function
+            if split.by_shard_map:
+                specs = (P(), *(split.spec for _ in piece.arguments[1:]))
+                function = jax.shard_map(
+                    function, mesh=mesh, in_specs=specs, out_specs=split.spec, check_vma=False
+                )
+            return ask_split(
+                function,
+                piece.arguments,
+                mesh,
+                chip,
+                output=NamedSharding(mesh, split.spec),
+                sizes=split.mesh,
+                images=split.images,
+            )
         piece = take_part(part, split, variant)
-        return split_answer(piece.ask(chip), split, piece.arguments[0])
+        held = bytes_on_chip(piece.arguments[0])
+        return answer_of(piece.ask(chip), mesh={}, images=split.images, parameters=held)
 
 
 def take_part(

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from course.tpu.answers import Answer
 from course.tpu.pieces import parameter_bytes, take_piece
 from course.tpu.programs import DECODER, ENCODERS, PARTS, STEP, WHOLE, Program, make_program
-from course.tpu.records import read_answers, tried_batches
-from lab.ask import answer_of
+from course.tpu.records import answer_of, read_answers, tried_batches
 
 
 def small_pipelines() -> list[Program]:

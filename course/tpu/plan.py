@@ -1,0 +1,391 @@
+"""Plan how a step is split over chips that are not there: ``python -m course.tpu plan MODEL``.
+
+Each way of `splits.find_ways` is compiled, one after another, and what the compiler says is kept,
+so that an interrupted plan goes on where it stopped. Ways are ranked by a bound: the arithmetic of
+a chip and its exchange, one after the other, but for what the schedule puts beside an exchange.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+from tabulate import tabulate
+
+from course import flux2
+from course.families import code_of
+from course.tpu import splits
+from course.tpu.chips import require_compiler
+from course.tpu.exchange import LINKS, least_seconds, received_bytes
+from course.tpu.jaxpr import find_products
+from course.tpu.pieces import load_config, tree_bytes
+from course.tpu.programs import Program, make_program
+from course.tpu.records import Split, make_row, read_rows, read_split, write_rows
+from course.tpu.splits import Way, find_ways, whole_step
+from helpers.places import read_record
+
+log = logging.getLogger(__name__)
+
+RECORD = "ask/plans"  # what was asked before, and comes with the course
+CHIPS = (4, 8)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be split."""
+
+    program: Program  #: its batch is that of all chips together
+    chips: int
+    guided: bool
+
+    @property
+    def ways(self) -> list[Way]:
+        """Return all ways for so many images and chips, also those that the model forbids."""
+        return find_ways(self.program.batch, self.chips, self.guided)
+
+    def why_not(self, way: Way) -> str:
+        """Say in a sentence why the model cannot be split in some way; empty if it can."""
+        try:
+            splits.check_way(way, load_config(self.program.model), self.program)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def question(self, way: Way) -> dict:
+        """Return what is asked about a way, as a record has it."""
+        program = self.program
+        return {
+            "model": program.model,
+            "chip": program.chip,
+            "chips": self.chips,
+            "height": program.height,
+            "width": program.width,
+            "batch": program.batch,
+            "guided": self.guided,
+            "dtype": program.dtype,
+            "way": str(way),
+        }
+
+    def __str__(self) -> str:
+        program = self.program
+        images = "one image" if program.batch == 1 else f"{program.batch} images"
+        guidance = "with" if self.guided else "without"
+        return (
+            f"A step of {Path(program.model).name}: {images} of {program.height} × "
+            f"{program.width} pixels, {guidance} guidance, {program.dtype}, over {self.chips} "
+            f"{program.chip} chips"
+        )
+
+
+def make_job(
+    model: str,
+    chip: str = "v6e",
+    chips: int = 8,
+    *,
+    batch: int = 1,
+    height: int | None = None,
+    width: int | None = None,
+    guided: bool | None = None,
+    dtype: str = "bfloat16",
+) -> Job:
+    """Say what is to be split; what is None, the model's configuration decides.
+
+    Parameters
+    ----------
+    model : str
+        See ``Program.model``.
+    chip : str
+        v5e or v6e, of which the links' speed is known here.
+    chips : int
+        4 or 8.
+    batch : int
+        Images that all chips together draw at a time.
+    height, width : int, optional
+        In pixels; by default what the model was trained for.
+    guided : bool, optional
+        Whether there is guidance; by default there is, but for distilled models.
+    dtype : str
+        bfloat16 or float32.
+
+    Raises
+    ------
+    ValueError
+        If one of these cannot be.
+    """
+    if chip not in LINKS:
+        raise ValueError(
+            f"How fast the links of {chip!r} are is not known here: choose {' or '.join(LINKS)}."
+        )
+    if chips not in CHIPS:
+        raise ValueError(f"{chips} chips cannot be asked for: choose 4 or 8.")
+    program = make_program(
+        model,
+        chip,
+        batch=batch,
+        height=height,
+        width=width,
+        dtype=dtype,
+        attention="automatic",
+    )
+    if guided is None:
+        config = load_config(model)
+        guided = not (isinstance(config, flux2.Config) and config.is_distilled)
+    return Job(program, chips, guided)
+
+
+# Asking
+
+
+class Answers(NamedTuple):
+    """What is known of the ways for a job."""
+
+    splits: dict[Way, Split]
+    impossible: dict[Way, str]  #: ways that cannot be, each with a sentence
+    unanswered: dict[Way, str]  #: ways of which the compiler said nothing, each with a sentence
+
+
+def ask_ways(
+    job: Job, file: Path | None = None, only: str = "", timeout: float | None = None
+) -> Answers:
+    """Ask the compiler about all ways, one after another, that nobody has asked about yet.
+
+    Parameters
+    ----------
+    job : Job
+    file : Path, optional
+        Where answers are kept, as soon as each is there. Those that are in it, or were recorded
+        with the course, are not asked for again.
+    only : str
+        Ask only about ways that have this in their name; what is known is given for all.
+    timeout : float, optional
+        For each way, see `course.tpu.ask_compiler`.
+
+    Raises
+    ------
+    RuntimeError
+        If the compiler cannot be asked here, and nothing is known.
+    """
+    answers = Answers({}, {}, {})
+    known = known_splits(job, file)
+    left = []
+    for way in job.ways:
+        reason = job.why_not(way)
+        if reason:
+            answers.impossible[way] = reason
+        elif way in known:
+            answers.splits[way] = known[way]
+        elif only in str(way):
+            left.append(way)
+        else:
+            answers.unanswered[way] = "It was left out."
+    if left:
+        try:
+            require_compiler()
+        except RuntimeError as error:
+            if not answers.splits:
+                raise
+            answers.unanswered.update(dict.fromkeys(left, str(error)))
+            left = []
+    for number, way in enumerate(left, 1):
+        log.info("%d of %d: %s", number, len(left), way)
+        start = time.monotonic()
+        try:
+            answer = splits.ask_way(job.program, job.guided, way, timeout)
+        except ValueError as error:  # the axes of a parameter cannot be divided
+            answers.impossible[way] = str(error)
+            continue
+        except RuntimeError as error:
+            answers.unanswered[way] = str(error).splitlines()[0]
+            log.info("no answer: %s", answers.unanswered[way])
+            continue
+        row = make_row(job.question(way), answer)
+        if file is not None:
+            write_rows(file, [*read_rows(file), row])
+        answers.splits[way] = read_split(row)
+        log.info("answered in %.0f s", time.monotonic() - start)
+    return answers
+
+
+def known_splits(job: Job, file: Path | None = None) -> dict[Way, Split]:
+    """Return what a file, or the record that comes with the course, has about the ways of a job."""
+    try:
+        rows = read_record(RECORD)
+    except FileNotFoundError:
+        rows = []
+    if file is not None:
+        rows = rows + read_rows(file)
+    found = {}
+    for way in job.ways:
+        question = job.question(way)
+        for row in rows:
+            if row["question"] == question:
+                found[way] = read_split(row)
+    return found
+
+
+# Ranking
+
+
+class Estimate(NamedTuple):
+    """Seconds that a step takes at least in some way, on a chip."""
+
+    split: Split
+    computing: float  #: by FLOPs or by the bytes of parameters, whichever takes longer
+    exchanging: float  #: over the links
+    hidden: float  #: of the exchange, what the schedule can hide behind products at most
+
+    @property
+    def seconds(self) -> float:
+        return self.computing + self.exchanging - self.hidden
+
+
+def step_flops(job: Job) -> int:
+    """Count the operations of a step's products on one device, by what JAX traces."""
+    step = whole_step(job.program, job.guided)
+    products = find_products(step.function, *step.arguments)
+    return sum(count * product.flops for product, count in products.items())
+
+
+def estimate(split: Split, flops: int, chips: int, one_way: bool = False) -> Estimate:
+    """Return the bounds for one way.
+
+    Parameters
+    ----------
+    split : Split
+        What the compiler says of it.
+    flops : int
+        Of all chips together, if none does what another does, too.
+    chips : int
+        How many chips there are.
+    one_way : bool
+        See `course.tpu.exchange.least_seconds`.
+    """
+    report = split.report
+    together = list(split.mesh.values())[-1] if split.mesh else 1
+    # A product that several chips do counts on each; inside of an attention kernel none is seen.
+    on_chip = max(flops / chips, report.schedule.flops)
+    computing = max(on_chip / report.chip.peak, report.work.least_bytes / report.chip.bandwidth)
+    may_wait = [each for each in split.exchanges if each.is_async]
+    exchanging, may_hide = (
+        least_seconds(exchanges, report.chip.name, together, one_way)
+        for exchanges in (split.exchanges, may_wait)
+    )
+    beside = report.schedule.beside_exchange / max(report.schedule.flops, 1)
+    return Estimate(split, computing, exchanging, min(may_hide, beside * computing))
+
+
+def rank(found: Mapping[Way, Split], flops: int, chips: int) -> dict[Way, Estimate]:
+    """Return the bounds for all ways that fit, the shortest time first, and then for the others."""
+    estimates = {}
+    for way, split in found.items():
+        if split.report.work is not None:
+            estimates[way] = estimate(split, flops, chips, way.goes_one_way)
+
+    def order(way: Way) -> tuple[bool, float]:
+        return not estimates[way].split.report.fits, estimates[way].seconds
+
+    return {way: estimates[way] for way in sorted(estimates, key=order)}
+
+
+# Showing
+
+
+def table_of(estimates: Mapping[Way, Estimate]) -> str:
+    """Return the ways, as they are ranked, as a table.
+
+    Its columns are memory on each chip, what a chip exchanges, and the bounds in milliseconds.
+    """
+    rows = []
+    for way, found in estimates.items():
+        split = found.split
+        seconds = (found.computing, found.exchanging, found.hidden, found.seconds)
+        rows.append(
+            [
+                str(way) if split.report.fits else f"{way} (does not fit)",
+                f"{split.parameters / 2**30:.2f}",
+                f"{split.report.memory.total / 2**30:.2f}",
+                *[f"{1e3 * each:.2f}" for each in seconds],
+                exchanged_by(split),
+            ]
+        )
+    header = ["way", "GiB of parameters", "GiB", "ms to compute", "to exchange", "hidden", "in all"]
+    alignment = ["left", *["right"] * 6, "left"]
+    return tabulate(
+        rows, [*header, "collectives"], "simple", colalign=alignment, disable_numparse=True
+    )
+
+
+def exchanged_by(split: Split) -> str:
+    """Say how often each collective runs in a step, and how many megabytes a chip receives by it.
+
+    Such as ``100 all-to-all 310 MB``.
+    """
+    together = list(split.mesh.values())[-1] if split.mesh else 1
+    runs, received = {}, {}
+    for each in split.exchanges:
+        runs[each.kind] = runs.get(each.kind, 0) + each.runs
+        received[each.kind] = received.get(each.kind, 0) + received_bytes([each], together)
+    parts = [f"{runs[kind]} {kind} {received[kind] / 1e6:,.0f} MB" for kind in runs]
+    return ", ".join(parts) or "none"
+
+
+def draw_comparison(job: Job, estimates: Mapping[Way, Estimate], file: Path) -> None:
+    """Write a PNG with a bar for each way: arithmetic, and what of the exchange is not hidden."""
+    figure = Figure(figsize=(9, 1.6 + 0.4 * len(estimates)), layout="constrained")
+    axes = figure.subplots()
+    names = []
+    for way, found in estimates.items():
+        name = str(way) if found.split.report.fits else f"{way} (does not fit)"
+        names.append(name)
+        computing, open_exchange = 1e3 * found.computing, 1e3 * (found.exchanging - found.hidden)
+        axes.barh(name, computing, color="C0")
+        axes.barh(name, open_exchange, left=computing, color="C1")
+        axes.barh(name, 1e3 * found.hidden, left=1e3 * found.seconds, color="none", edgecolor="C1")
+        end = 1e3 * (found.computing + found.exchanging)
+        axes.text(end, name, f" {1e3 * found.seconds:.1f}", va="center")
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    axes.set(xlabel="ms of a step at least", title=str(job))
+    axes.legend(["arithmetic", "exchange", "exchange that can hide"], loc="lower right")
+    figure.savefig(file, dpi=150)
+
+
+def say(job: Job, answers: Answers, estimates: Mapping[Way, Estimate]) -> str:
+    """Return the plan as a page of text."""
+    blocks = [f"{job}."]
+    if estimates:
+        blocks.append(table_of(estimates))
+        blocks.append(
+            "These are bounds, and no estimates of the time: each product at the chip's peak, each "
+            "byte at the full speed of a link. What is hidden is what the compiler placed beside "
+            "products, at most. Megabytes are those that a chip receives."
+        )
+        blocks.append(rest_of_model(job))
+    refused = {
+        way: split.report.verdict
+        for way, split in answers.splits.items()
+        if split.report.work is None
+    }
+    for title, sentences in {
+        "Ways that cannot be:": answers.impossible,
+        "Ways that the compiler refuses:": refused,
+        "Ways without an answer:": answers.unanswered,
+    }.items():
+        if sentences:
+            lines = [f"- {way}: {sentence}" for way, sentence in sentences.items()]
+            blocks.append("\n".join([title, *lines]))
+    return "\n\n".join(blocks)
+
+
+def rest_of_model(job: Job) -> str:
+    """Say how much memory the parts take that have no place in a step."""
+    config = load_config(job.program.model)
+    shapes = code_of(config).parameter_shapes(config, job.program.dtype)
+    others = [tree for part, tree in shapes.items() if part not in ("unet", "transformer")]
+    return (
+        f"Text encoders and VAE take {tree_bytes(others) / 2**30:.2f} GiB more, on each chip or "
+        "split by the same rules, unless they are loaded in turn."
+    )

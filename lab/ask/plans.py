@@ -1,0 +1,32 @@
+"""The ways to split a step over eight chips, which ``python -m course.tpu plan`` shows at once.
+
+Of FLUX.2-klein-4B and 9B and of Stable Diffusion XL with one image, and of the small models, over
+which a chapter plans live. An answer takes from five seconds to five minutes on two cores.
+"""
+
+from course.tpu import splits
+from course.tpu.plan import Job, make_job
+
+JOBS = [("shapes-flux2", chip, 4) for chip in ("v5e", "v6e")]
+JOBS += [(model, chip, 8) for model in ("flux2", "sdxl", "flux2-9b") for chip in ("v6e", "v5e")]
+
+
+def jobs() -> list[Job]:
+    return [make_job(model, chip, chips) for model, chip, chips in JOBS]
+
+
+def possible_ways(job: Job) -> list[splits.Way]:
+    """Return the ways that the model permits."""
+    return [way for way in job.ways if not job.why_not(way)]
+
+
+def questions(rows: list[dict]) -> list[dict]:
+    return [job.question(way) for job in jobs() for way in possible_ways(job)]
+
+
+def answer(**question) -> dict:
+    for job in jobs():
+        for way in job.ways:
+            if job.question(way) == question:
+                return splits.ask_way(job.program, job.guided, way)
+    raise RuntimeError(f"No job has the question {question}.")
