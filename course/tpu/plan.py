@@ -7,7 +7,7 @@ a chip and its exchange, one after the other, but for what the schedule puts bes
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -148,7 +148,11 @@ class Answers(NamedTuple):
 
 
 def ask_ways(
-    job: Job, file: Path | None = None, only: str = "", timeout: float | None = None
+    job: Job,
+    file: Path | None = None,
+    only: str = "",
+    timeout: float | None = None,
+    anew: bool = False,
 ) -> Answers:
     """Ask the compiler about all ways, one after another, that nobody has asked about yet.
 
@@ -162,33 +166,40 @@ def ask_ways(
         Ask only about ways that have this in their name; what is known is given for all.
     timeout : float, optional
         For each way, see `course.tpu.ask_compiler`.
+    anew : bool
+        Whether to ask also what was recorded with the course, where the compiler can be asked.
 
     Raises
     ------
     RuntimeError
-        If the compiler cannot be asked here, and nothing is known.
+        If the compiler cannot be asked here, and nothing is known, or the file is of something
+        else.
     """
     answers = Answers({}, {}, {})
-    known = known_splits(job, file)
+    refusal = ""
+    try:
+        require_compiler()
+    except RuntimeError as error:
+        refusal = str(error)
+    kept = kept_splits(job, file) if file else {}
+    recorded = known_splits(job, recorded_rows())
     left = []
     for way in job.ways:
         reason = job.why_not(way)
         if reason:
             answers.impossible[way] = reason
-        elif way in known:
-            answers.splits[way] = known[way]
-        elif only in str(way):
-            left.append(way)
-        else:
+        elif way in kept:
+            answers.splits[way] = kept[way]
+        elif way in recorded and not (anew and only in str(way) and not refusal):
+            answers.splits[way] = recorded[way]
+        elif only not in str(way):
             answers.unanswered[way] = "It was left out."
-    if left:
-        try:
-            require_compiler()
-        except RuntimeError as error:
-            if not answers.splits:
-                raise
-            answers.unanswered.update(dict.fromkeys(left, str(error)))
-            left = []
+        elif refusal:
+            answers.unanswered[way] = refusal
+        else:
+            left.append(way)
+    if refusal and not answers.splits:
+        raise RuntimeError(refusal)
     for number, way in enumerate(left, 1):
         log.info("%d of %d: %s", number, len(left), way)
         start = time.monotonic()
@@ -209,21 +220,33 @@ def ask_ways(
     return answers
 
 
-def known_splits(job: Job, file: Path | None = None) -> dict[Way, Split]:
-    """Return what a file, or the record that comes with the course, has about the ways of a job."""
-    try:
-        rows = read_record(RECORD)
-    except FileNotFoundError:
-        rows = []
-    if file is not None:
-        rows = rows + read_rows(file)
+def known_splits(job: Job, rows: Iterable[dict]) -> dict[Way, Split]:
+    """Return what rows have about the ways of a job."""
+    by_question = {tuple(row["question"].items()): row for row in rows}
     found = {}
     for way in job.ways:
-        question = job.question(way)
-        for row in rows:
-            if row["question"] == question:
-                found[way] = read_split(row)
+        row = by_question.get(tuple(job.question(way).items()))
+        if row:
+            found[way] = read_split(row)
     return found
+
+
+def kept_splits(job: Job, file: Path) -> dict[Way, Split]:
+    """Return what a plan has kept; raise ``RuntimeError`` if a file is none of a plan."""
+    try:
+        return known_splits(job, read_rows(file))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise RuntimeError(
+            f"{file} has no answers for a plan: move it away, or give a different folder."
+        ) from None
+
+
+def recorded_rows() -> list[dict]:
+    """Return what was asked before, and comes with the course."""
+    try:
+        return read_record(RECORD)
+    except FileNotFoundError:
+        return []
 
 
 # Ranking
@@ -264,7 +287,7 @@ def estimate(split: Split, flops: int, chips: int, one_way: bool = False) -> Est
         See `course.tpu.exchange.least_seconds`.
     """
     report = split.report
-    together = list(split.mesh.values())[-1] if split.mesh else 1
+    together = chips_together(split)
     # A product that several chips do counts on each; inside of an attention kernel none is seen.
     on_chip = max(flops / chips, report.schedule.flops)
     computing = max(on_chip / report.chip.peak, report.work.least_bytes / report.chip.bandwidth)
@@ -275,6 +298,11 @@ def estimate(split: Split, flops: int, chips: int, one_way: bool = False) -> Est
     )
     beside = report.schedule.beside_exchange / max(report.schedule.flops, 1)
     return Estimate(split, computing, exchanging, min(may_hide, beside * computing))
+
+
+def chips_together(split: Split) -> int:
+    """Return how many chips exchange with one another, where an exchange does not say it."""
+    return list(split.mesh.values())[-1] if split.mesh else 1
 
 
 def rank(found: Mapping[Way, Split], flops: int, chips: int) -> dict[Way, Estimate]:
@@ -294,52 +322,60 @@ def rank(found: Mapping[Way, Split], flops: int, chips: int) -> dict[Way, Estima
 
 
 def table_of(estimates: Mapping[Way, Estimate]) -> str:
-    """Return the ways, as they are ranked, as a table.
+    """Return the ways, as they are ranked, with memory on each chip and the bounds, as a table."""
+    rows = []
+    for way, found in estimates.items():
+        held = (found.split.parameters, found.split.report.memory.total)
+        seconds = (found.computing, found.exchanging, found.hidden, found.seconds)
+        rows.append(
+            [
+                name_of(way, found),
+                *[f"{each / 2**30:.2f}" for each in held],
+                *[f"{1e3 * each:.3g}" for each in seconds],
+            ]
+        )
+    header = ["way", "GiB of\nparameters", "GiB\nin all", "ms to\ncompute", "ms to\nexchange"]
+    header += ["of these\nhidden", "ms\nin all"]
+    return table(rows, header)
 
-    Its columns are memory on each chip, what a chip exchanges, and the bounds in milliseconds.
+
+def table_of_exchange(estimates: Mapping[Way, Estimate]) -> str:
+    """Return how often each collective runs in a step, and the megabytes, as a table.
+
+    They are those of its results on a chip, and of what a chip receives for these.
     """
     rows = []
     for way, found in estimates.items():
         split = found.split
-        seconds = (found.computing, found.exchanging, found.hidden, found.seconds)
-        rows.append(
-            [
-                str(way) if split.report.fits else f"{way} (does not fit)",
-                f"{split.parameters / 2**30:.2f}",
-                f"{split.report.memory.total / 2**30:.2f}",
-                *[f"{1e3 * each:.2f}" for each in seconds],
-                exchanged_by(split),
-            ]
-        )
-    header = ["way", "GiB of parameters", "GiB", "ms to compute", "to exchange", "hidden", "in all"]
-    alignment = ["left", *["right"] * 6, "left"]
-    return tabulate(
-        rows, [*header, "collectives"], "simple", colalign=alignment, disable_numparse=True
-    )
+        kinds = {}
+        for each in split.exchanges:
+            runs, results, received = kinds.get(each.kind, (0, 0, 0))
+            received += received_bytes([each], chips_together(split))
+            kinds[each.kind] = (runs + each.runs, results + each.bytes, received)
+        for kind, (runs, *sizes) in kinds.items():
+            rows.append(
+                [name_of(way, found), kind, runs, *[f"{size / 1e6:,.3g}" for size in sizes]]
+            )
+    return table(rows, ["way", "collective", "runs", "MB of results", "MB received"], texts=2)
 
 
-def exchanged_by(split: Split) -> str:
-    """Say how often each collective runs in a step, and how many megabytes a chip receives by it.
+def table(rows: list[list], header: list[str], texts: int = 1) -> str:
+    """Return a table whose first columns are texts, and the others numbers."""
+    alignment = ["left"] * texts + ["right"] * (len(header) - texts)
+    return tabulate(rows, header, "simple", colalign=alignment, disable_numparse=True)
 
-    Such as ``100 all-to-all 310 MB``.
-    """
-    together = list(split.mesh.values())[-1] if split.mesh else 1
-    runs, received = {}, {}
-    for each in split.exchanges:
-        runs[each.kind] = runs.get(each.kind, 0) + each.runs
-        received[each.kind] = received.get(each.kind, 0) + received_bytes([each], together)
-    parts = [f"{runs[kind]} {kind} {received[kind] / 1e6:,.0f} MB" for kind in runs]
-    return ", ".join(parts) or "none"
+
+def name_of(way: Way, found: Estimate) -> str:
+    """Return what a way is called where it is shown."""
+    return str(way) if found.split.report.fits else f"{way} (does not fit)"
 
 
 def draw_comparison(job: Job, estimates: Mapping[Way, Estimate], file: Path) -> None:
     """Write a PNG with a bar for each way: arithmetic, and what of the exchange is not hidden."""
     figure = Figure(figsize=(9, 1.6 + 0.4 * len(estimates)), layout="constrained")
     axes = figure.subplots()
-    names = []
     for way, found in estimates.items():
-        name = str(way) if found.split.report.fits else f"{way} (does not fit)"
-        names.append(name)
+        name = name_of(way, found)
         computing, open_exchange = 1e3 * found.computing, 1e3 * (found.exchanging - found.hidden)
         axes.barh(name, computing, color="C0")
         axes.barh(name, open_exchange, left=computing, color="C1")
@@ -360,9 +396,11 @@ def say(job: Job, answers: Answers, estimates: Mapping[Way, Estimate]) -> str:
         blocks.append(table_of(estimates))
         blocks.append(
             "These are bounds, and no estimates of the time: each product at the chip's peak, each "
-            "byte at the full speed of a link. What is hidden is what the compiler placed beside "
-            "products, at most. Megabytes are those that a chip receives."
+            "byte at the\nfull speed of a link. What is hidden is what the compiler placed beside "
+            "products, at most."
         )
+        if any(found.split.exchanges for found in estimates.values()):
+            blocks.append(table_of_exchange(estimates))
         blocks.append(rest_of_model(job))
     refused = {
         way: split.report.verdict

@@ -1,14 +1,12 @@
-"""The ways to split a step over eight chips, which ``python -m course.tpu plan`` shows at once.
+"""The ways to split a step over chips, which ``python -m course.tpu plan`` shows at once.
 
-Of FLUX.2-klein-4B and 9B and of Stable Diffusion XL with one image, and of the small models, over
-which a chapter plans live. An answer takes from five seconds to five minutes on two cores.
+An answer about the small model takes some seconds.
 """
 
 from course.tpu import splits
 from course.tpu.plan import Job, make_job
 
 JOBS = [("shapes-flux2", chip, 4) for chip in ("v5e", "v6e")]
-JOBS += [(model, chip, 8) for model in ("flux2", "sdxl", "flux2-9b") for chip in ("v6e", "v5e")]
 
 
 def jobs() -> list[Job]:

@@ -1,0 +1,379 @@
+"""The planner: which ways there are to split a step, what is asked and kept, and what comes first."""
+
+import dataclasses
+import json
+import platform
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from course import flux2, sd
+from course.tpu import plan, splits
+from course.tpu.__main__ import main
+from course.tpu.answers import Memory, Report, Work
+from course.tpu.chips import Chip
+from course.tpu.hlo import Overlap
+from course.tpu.jaxpr import find_products
+from course.tpu.pieces import load_config
+from course.tpu.plan import ask_ways, estimate, make_job, rank
+from course.tpu.plan_file import write_plan
+from course.tpu.records import Exchange, Split, recorded_flops, recorded_splits
+from course.tpu.splits import CONTEXT, DATA, FULLY_SHARDED, TENSOR, Way, find_ways
+from helpers import find_model, read_record
+
+needs_compiler = pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="the TPU compiler runs on Linux on x86-64",
+)
+
+# Which ways there are
+
+
+def over(number, before=""):
+    return [f"{before}{kind} over {number}" for kind in ("tensor", "context", "Ulysses", "ring")]
+
+
+@pytest.mark.parametrize(
+    ("images", "chips", "guided", "names"),
+    [
+        (1, 8, False, over(8)),
+        (1, 8, True, over(4, "guidance over 2 × ") + over(8)),
+        (8, 8, True, ["data over 8", "fully sharded over 8", *over(8)]),
+        (
+            4,
+            8,
+            True,
+            ["data over 4 × guidance over 2", "fully sharded over 8"]
+            + over(2, "data over 4 × ")
+            + over(8),
+        ),
+        (6, 4, False, over(2, "data over 2 × ") + over(4)),
+    ],
+)
+def test_chips_have_images_halves_of_guidance_or_a_share(images, chips, guided, names):
+    ways = find_ways(images, chips, guided)
+    assert [str(way) for way in ways] == names
+    assert {way.groups * way.share for way in ways} == {chips}
+
+
+@pytest.mark.parametrize(
+    ("way", "chips", "sentence"),
+    [
+        ("Ulysses", 5, "24 heads cannot be divided by 5 devices"),
+        (TENSOR, 5, "24 heads cannot be divided by 5 chips"),
+        (CONTEXT, 5, "4096 tokens of the image cannot be divided by 5 chips"),
+        ("ring", 5, ""),  # which fills up tokens
+        ("Ulysses", 8, ""),
+    ],
+)
+def test_a_way_that_klein_cannot_be_split_in_ends_in_a_sentence(way, chips, sentence):
+    reason = make_job("flux2").why_not(Way(way, share=chips))
+    assert sentence in reason
+    assert bool(sentence) == bool(reason)
+    assert reason.count("\n") == 0
+
+
+def test_few_ways_are_left_for_the_heads_of_xl():
+    job = make_job("sdxl", "v5e", 8)
+    possible = [str(way) for way in job.ways if not job.why_not(way)]
+    assert possible == [
+        "guidance over 2 × context over 4",
+        "guidance over 2 × ring over 4",
+        "context over 8",
+        "ring over 8",
+    ]
+    small = make_job("sdxl", "v5e", 8, height=512, width=1024)
+    assert small.why_not(Way("ring", share=8)) == ""
+    smaller = make_job("sdxl", "v5e", 8, height=96, width=96)
+    assert "3 rows of pixels on the lowest level" in smaller.why_not(Way(CONTEXT, share=8))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"chip": "v4"}, "the links of 'v4' are is not known here: choose v5e or v6e"),
+        ({"chips": 5}, "5 chips cannot be asked for: choose 4 or 8"),
+        ({"height": 1000}, "flux2 cannot draw 1000 × 1024 pixels: give multiples of 16"),
+    ],
+)
+def test_what_cannot_be_planned_gets_one_sentence(settings, sentence, capsys, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        make_job("flux2", **settings)
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    assert main(["plan", "flux2", "--to", str(tmp_path / "new"), *options]) == 1
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+# Which comes first
+
+KLEIN = recorded_splits("ask/flux2")
+NAMES = {TENSOR: "tensor", CONTEXT: "sequence", "Ulysses": "Ulysses", "ring": "ring"}
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_of_klein_over_eight_chips_ulysses_comes_first(chip):
+    """MaxDiffusion's authors found it by measuring, on v6e."""
+    found = {Way(kind, share=8): KLEIN[f"step, {chip}, {name}"] for kind, name in NAMES.items()}
+    flops = recorded_flops("flux2")["step"]
+    ranked = rank(found, flops, chips=8)
+    assert [way.kind for way in ranked] == ["Ulysses", CONTEXT, "ring", TENSOR]
+    first = ranked[Way("Ulysses", share=8)]
+    peak = first.split.report.chip.peak
+    assert first.computing == pytest.approx(flops / 8 / peak, rel=0.01)
+    # By hand: in 25 blocks four arrays of an eighth of 4,608 tokens with 3,072 numbers; half of
+    # what four chips have goes to the other four over two links.
+    sent = 25 * 4 * 4608 // 8 * 3072 * 2
+    link = {"v5e": 50e9, "v6e": 100e9}[chip]
+    assert first.exchanging == pytest.approx(4 * sent / 2 / (2 * link), rel=0.01)
+    assert first.hidden == 0
+
+
+def split_of(schedule, exchanges=(), usable=2**30, least_bytes=0):
+    chip = Chip("v5e", peak=1e14, bandwidth=1e12, on_chip=0, usable_hbm=usable)
+    memory = Memory(2**20, 0, 0, 0)
+    work = Work(0.0, 0.0, least_bytes)
+    report = Report(chip, memory, work, "", 1.0, "2026-11-27", {}, schedule=schedule)
+    return Split({"tokens": 8}, 1, 2**20, report, tuple(exchanges))
+
+
+def test_what_stands_beside_products_hides_an_exchange_that_need_not_wait():
+    size = 8 * 10**9 // 7
+    gather = Exchange("all-gather", is_async=True, number=1, runs=1, bytes=size)
+    waits = dataclasses.replace(gather, is_async=False)
+    half = Overlap(flops=1e12, beside_exchange=0.5e12)
+    found = estimate(split_of(half, [gather, waits]), flops=8 * 10**12, chips=8)
+    assert (found.computing, found.exchanging) == pytest.approx((10e-3, 20e-3))
+    assert found.hidden == pytest.approx(5e-3)  # half of the products are beside it
+    assert found.seconds == pytest.approx(25e-3)
+    most = Overlap(flops=1e12, beside_exchange=1e12)
+    assert estimate(split_of(most, [waits]), 8 * 10**12, 8).hidden == 0
+    # A chip that does more than its share takes longer, and so does one that reads much.
+    twice = Overlap(flops=2e12, beside_exchange=0.0)
+    assert estimate(split_of(twice), 8 * 10**12, 8).computing == pytest.approx(20e-3)
+    reading = split_of(half, least_bytes=30 * 10**9)
+    assert estimate(reading, 8 * 10**12, 8).computing == pytest.approx(30e-3)
+
+
+def test_groups_of_chips_exchange_by_themselves():
+    within = Exchange("all-gather", is_async=False, number=1, runs=1, bytes=10**9, chips=4)
+    pairs = dataclasses.replace(within, chips=2)
+    alone = dataclasses.replace(within, chips=1)
+    schedule = Overlap(1.0, 0.0)
+    seconds = [
+        estimate(split_of(schedule, [each]), 0, 8).exchanging for each in (within, pairs, alone)
+    ]
+    # Three quarters over two links; half over the one between two neighbours; nothing.
+    assert seconds == pytest.approx([0.75 * 10e-3, 0.5 * 20e-3, 0])
+
+
+def test_ways_that_do_not_fit_come_last():
+    schedule = Overlap(1e12, 0.0)
+    large = split_of(schedule, usable=2**10)
+    slow = split_of(Overlap(2e12, 0.0))
+    ranked = rank({Way(TENSOR, share=8): large, Way("ring", share=8): slow}, 0, 8)
+    assert [way.kind for way in ranked] == ["ring", TENSOR]
+
+
+# What is asked, and kept
+
+ROWS = {
+    (row["question"]["chip"], row["question"]["way"]): row["answer"]
+    for row in read_record("ask/flux2")
+    if row["question"]["part"] == "step" and not row["question"]["variant"]
+}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The names of the ways that a compiler was asked about, which says of all what it said of klein.
+
+    It gives no answer about what is in ``asked.fails``.
+    """
+
+    class Asked(list):
+        fails = ()
+
+    asked = Asked()
+
+    def ask_way(program, guided, way, timeout):
+        asked.append(str(way))
+        if str(way) in asked.fails:
+            raise asked.fails[str(way)]
+        return ROWS[program.chip, NAMES[way.kind]]
+
+    monkeypatch.setattr("course.tpu.splits.ask_way", ask_way)
+    monkeypatch.setattr("course.tpu.plan.require_compiler", lambda: None)
+    monkeypatch.setattr("course.tpu.plan.read_record", lambda name: [])
+    return asked
+
+
+def test_a_plan_goes_on_where_it_stopped(asked, tmp_path):
+    job = make_job("flux2")
+    file = tmp_path / "answers.json"
+    asked.fails = {"Ulysses over 8": KeyboardInterrupt()}
+    with pytest.raises(KeyboardInterrupt):
+        ask_ways(job, file)
+    assert asked == ["tensor over 8", "context over 8", "Ulysses over 8"]
+    asked.fails = {}
+    asked.clear()
+    answers = ask_ways(job, file, only="Ulysses")
+    assert asked == ["Ulysses over 8"]
+    assert answers.unanswered == {Way("ring", share=8): "It was left out."}
+    ask_ways(job, file)
+    assert asked == ["Ulysses over 8", "ring over 8"]
+    asked.clear()
+    assert ask_ways(job, file).splits.keys() == set(job.ways)
+    # Of other sizes nothing is known.
+    ask_ways(make_job("flux2", height=512), file, only="ring")
+    assert asked == ["ring over 8"]
+
+
+def test_what_was_recorded_is_asked_only_if_it_is_to_be_anew(asked, monkeypatch, tmp_path):
+    job = make_job("flux2")
+    ask_ways(job, tmp_path / "answers.json")
+    rows = json.loads((tmp_path / "answers.json").read_text())
+    monkeypatch.setattr("course.tpu.plan.read_record", lambda name: rows)
+    asked.clear()
+    assert len(ask_ways(job).splits) == 4
+    assert asked == []
+    assert len(ask_ways(job, only="ring", anew=True).splits) == 4
+    assert asked == ["ring over 8"]
+
+    def refuse():
+        raise RuntimeError("There is no compiler.")
+
+    monkeypatch.setattr("course.tpu.plan.require_compiler", refuse)
+    asked.clear()
+    assert len(ask_ways(job, anew=True).splits) == 4
+    assert asked == []
+    with pytest.raises(RuntimeError, match=r"There is no compiler\."):
+        ask_ways(make_job("flux2", height=512))
+
+
+def test_a_file_of_something_else_is_refused(asked, tmp_path):
+    file = tmp_path / "answers.json"
+    for content in ("", "{}", "[1]", '[{"question": {}}, 2]'):
+        file.write_text(content)
+        with pytest.raises(RuntimeError, match="has no answers for a plan: move it away"):
+            ask_ways(make_job("flux2"), file)
+    assert asked == []
+
+
+def test_the_command_ranks_draws_and_writes(asked, tmp_path, capsys):
+    asked.fails = {"ring over 4": RuntimeError("The TPU compiler crashed.\nMore of it.")}
+    command = ["plan", "shapes-flux2", "--chip", "v6e", "--chips", "4", "--to", str(tmp_path)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "A step of shapes-flux2: one image of 64 × 64 pixels, with guidance, bfloat16, over 4 v6e "
+        "chips."
+    )
+    lines = said.splitlines()
+    ranked = [line.split("  ")[0] for line in lines if line.startswith(("guidance", "context"))]
+    assert ranked[:2] == ["guidance over 2 × Ulysses over 2", "guidance over 2 × context over 2"]
+    assert "- Ulysses over 4: Ulysses gives each device whole heads, and 6 heads cannot" in said
+    assert "- ring over 4: The TPU compiler crashed.\n" in said
+    assert "Text encoders and VAE take 0.00 GiB more" in said
+    assert "all-to-all" in said
+    assert f"First is guidance over 2 × Ulysses over 2: {tmp_path / 'draw.py'} draws so." in said
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert 'SIZES = {"data": 2, "tokens": 2}' in (tmp_path / "draw.py").read_text()
+
+
+# The function of a way
+
+PROMPT = "a large red heart on a white background"
+
+
+def draw_on_one(model, params, config, tokenize, steps):
+    """Draw as the file does, on one device."""
+    key = jax.random.key(0)
+    if model == "shapes-flux2":
+        noise = flux2.random_tokens(key, config, 1, 64, 64)
+        generate = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
+        ids, mask = tokenize([PROMPT])
+        empty = tokenize([""])
+        return generate(params, config, ids, mask, noise, 64, 64, steps, 4.0, empty)
+    noise = jax.random.normal(key, (1, 8, 8, config.unet.in_channels))
+    generate = jax.jit(sd.generate, static_argnames=sd.STATIC)
+    return generate(params, config, tokenize([PROMPT]), None, tokenize([""]), steps, 7.5, noise)
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        ("shapes-flux2", Way("Ulysses", halves=2, share=2)),
+        ("shapes-flux2", Way(TENSOR, share=2)),
+        ("shapes-sd", Way("ring", halves=2, share=2)),
+        ("shapes-sdxl", Way("Ulysses", share=4)),
+    ],
+    ids=str,
+)
+def test_the_file_of_a_way_draws_what_one_device_draws(model, way, tmp_path):
+    job = make_job(model, chips=4)
+    job = dataclasses.replace(job, program=dataclasses.replace(job.program, steps=2))
+    assert job.why_not(way) == ""
+    write_plan(job, way, tmp_path / "draw.py")
+    names = runpy.run_path(str(tmp_path / "draw.py"))
+    params, config, tokenize = names["load"](find_model(model), jnp.float32)
+    drawn = names["draw"](params, config, tokenize, [PROMPT])
+    params = jax.device_put(params, jax.devices()[0])
+    alone = draw_on_one(model, params, config, tokenize, steps=2)
+    assert 255 * np.abs(np.asarray(drawn) - np.asarray(alone)).max() < 1
+    with pytest.raises(ValueError, match=r"for 1 prompt\(s\) at a time"):
+        names["draw"](params, config, tokenize, [PROMPT, PROMPT])
+
+
+@pytest.mark.parametrize("kind", [DATA, FULLY_SHARDED, TENSOR, CONTEXT, "ring"])
+@pytest.mark.parametrize("model", ["shapes-flux2", "shapes-sd"])
+def test_every_way_has_a_file_that_names_its_function(model, kind, tmp_path):
+    share = 1 if kind in (DATA, FULLY_SHARDED) else 2
+    way = Way(kind, images=4 // share, share=share)
+    job = make_job(model, chips=4, batch=4)
+    write_plan(job, way, tmp_path / "draw.py")
+    names = runpy.run_path(str(tmp_path / "draw.py"))
+    assert dict(names["mesh"].shape) == way.mesh
+    assert names["PROMPTS"] == 4
+    assert callable(names.get("velocity")) or names["attention"] == "plain" or kind == "ring"
+
+
+def test_a_step_on_one_device_does_the_work_of_a_step():
+    job = make_job("flux2")
+    step = splits.whole_step(job.program, job.guided)
+    products = find_products(step.function, *step.arguments)
+    assert sum(n * each.flops for each, n in products.items()) == recorded_flops("flux2")["step"]
+    assert plan.step_flops(make_job("shapes-flux2")) == 2 * plan.step_flops(
+        make_job("shapes-flux2", guided=False)
+    )
+
+
+def test_pixels_that_devices_cannot_share_are_refused():
+    mesh = jax.make_mesh((4,), ("tokens",), devices=jax.devices()[:4])
+    attend = sd.split_pixels(mesh, "ring")
+    x = jnp.ones((1, 6, 2, 8))
+    with pytest.raises(ValueError, match="over 6 pixels cannot be divided by 4 devices"):
+        attend(x, x, x)
+    x = jnp.ones((1, 8, 2, 8))
+    with pytest.raises(ValueError, match="2 heads cannot be divided by 4 devices"):
+        sd.split_pixels(mesh, "ulysses")(x, x, x)
+    with pytest.raises(ValueError, match="no way 'star': choose one of ulysses, ring"):
+        sd.split_pixels(mesh, "star")
+
+
+@needs_compiler
+def test_the_compiler_counts_the_bytes_of_a_small_step():
+    job = make_job("shapes-flux2", "v5e", 4)
+    row = splits.ask_way(job.program, job.guided, Way("Ulysses", halves=2, share=2))
+    assert row["mesh"] == {"data": 2, "tokens": 2}
+    (exchange,) = [each for each in row["exchanges"] if each["kind"] == "all-to-all"]
+    config = load_config("shapes-flux2").transformer
+    blocks = config.num_layers + config.num_single_layers
+    # A chip has half of the tokens of one half of guidance: 16 of the image and 20 of the text.
+    assert exchange["bytes"] == pytest.approx(blocks * 4 * 18 * config.width * 2, rel=0.01)
+    assert exchange["chips"] == 2
