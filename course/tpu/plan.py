@@ -234,11 +234,14 @@ def known_splits(job: Job, rows: Iterable[dict]) -> dict[Way, Split]:
 def kept_splits(job: Job, file: Path) -> dict[Way, Split]:
     """Return what a plan has kept; raise ``RuntimeError`` if a file is none of a plan."""
     try:
-        return known_splits(job, read_rows(file))
+        rows = read_rows(file)
+        if isinstance(rows, list):
+            return known_splits(job, rows)
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise RuntimeError(
-            f"{file} has no answers for a plan: move it away, or give a different folder."
-        ) from None
+        pass  # it is not what a plan writes
+    raise RuntimeError(
+        f"{file} has no answers for a plan: move it away, or give a different folder."
+    )
 
 
 def recorded_rows() -> list[dict]:

@@ -66,12 +66,8 @@ class Way(NamedTuple):
     def __str__(self) -> str:
         if self.kind == FULLY_SHARDED:
             return f"{self.kind} over {self.groups}"
-        parts = {
-            "data": self.images,
-            "guidance": self.halves,
-            self.kind: self.share,
-        }
-        return " × ".join(f"{name} over {number}" for name, number in parts.items() if number > 1)
+        parts = [("data", self.images), ("guidance", self.halves), (self.kind, self.share)]
+        return " × ".join(f"{name} over {number}" for name, number in parts if number > 1)
 
 
 def find_ways(images: int, chips: int, guided: bool) -> list[Way]:
