@@ -200,9 +200,10 @@ def asked(monkeypatch):
     """
 
     class Asked(list):
-        fails = {}  # noqa: RUF012
+        """A list with a dictionary beside it."""
 
     asked = Asked()
+    asked.fails = {}
 
     def ask_way(program, guided, way, timeout):
         asked.append(str(way))
