@@ -11,17 +11,26 @@ import numpy as np
 import pytest
 
 from course import flux2, sd
+from course.families import code_of
 from course.tpu import plan, splits
 from course.tpu.__main__ import main
 from course.tpu.answers import Memory, Report, Work
 from course.tpu.chips import Chip
-from course.tpu.hlo import Overlap
+from course.tpu.hlo import Overlap, find_collectives
 from course.tpu.jaxpr import find_products
 from course.tpu.pieces import load_config
 from course.tpu.plan import ask_ways, estimate, make_job, rank
 from course.tpu.plan_file import write_plan
 from course.tpu.records import Exchange, Split, recorded_flops, recorded_splits
-from course.tpu.splits import CONTEXT, DATA, FULLY_SHARDED, TENSOR, Way, find_ways
+from course.tpu.splits import (
+    CONTEXT,
+    DATA,
+    FULLY_SHARDED,
+    TENSOR,
+    TENSOR_BY_HAND,
+    Way,
+    find_ways,
+)
 from helpers import find_model, read_record
 
 needs_compiler = pytest.mark.skipif(
@@ -32,8 +41,8 @@ needs_compiler = pytest.mark.skipif(
 # Which ways there are
 
 
-def over(number, before=""):
-    return [f"{before}{kind} over {number}" for kind in ("tensor", "context", "Ulysses", "ring")]
+def over(number, before="", kinds=("tensor", "context", "Ulysses", "ring")):
+    return [f"{before}{kind} over {number}" for kind in kinds]
 
 
 @pytest.mark.parametrize(
@@ -57,16 +66,19 @@ def over(number, before=""):
     ],
 )
 def test_chips_have_images_halves_of_guidance_or_a_share(images, chips, guided, names):
-    ways = find_ways(images, chips, guided)
+    ways = find_ways(load_config("shapes-sd"), images, chips, guided)
     assert [str(way) for way in ways] == names
     assert {way.groups * way.share for way in ways} == {chips}
+    more = len(find_ways(load_config("shapes-flux2"), images, chips, guided)) - len(ways)
+    assert more == sum(way.kind == TENSOR for way in ways)  # each also by hand
 
 
 @pytest.mark.parametrize(
     ("way", "chips", "sentence"),
     [
         ("Ulysses", 5, "24 heads cannot be divided by 5 devices"),
-        (TENSOR, 5, "24 heads cannot be divided by 5 chips"),
+        (TENSOR, 5, "24 heads cannot be divided by 5 devices"),
+        (TENSOR_BY_HAND, 5, "24 heads cannot be divided by 5 devices"),
         (CONTEXT, 5, "4096 tokens of the image cannot be divided by 5 chips"),
         ("ring", 5, ""),  # which fills up tokens
         ("Ulysses", 8, ""),
@@ -116,7 +128,13 @@ def test_what_cannot_be_planned_gets_one_sentence(settings, sentence, capsys, tm
 # Which comes first
 
 KLEIN = recorded_splits("ask/flux2")
-NAMES = {TENSOR: "tensor", CONTEXT: "sequence", "Ulysses": "Ulysses", "ring": "ring"}
+NAMES = {
+    TENSOR: "tensor",
+    TENSOR_BY_HAND: "tensor, parts apart",
+    CONTEXT: "sequence",
+    "Ulysses": "Ulysses",
+    "ring": "ring",
+}
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
@@ -125,7 +143,7 @@ def test_of_klein_over_eight_chips_ulysses_comes_first(chip):
     found = {Way(kind, share=8): KLEIN[f"step, {chip}, {name}"] for kind, name in NAMES.items()}
     flops = recorded_flops("flux2")["step"]
     ranked = rank(found, flops, chips=8)
-    assert [way.kind for way in ranked] == ["Ulysses", CONTEXT, "ring", TENSOR]
+    assert [way.kind for way in ranked] == ["Ulysses", CONTEXT, TENSOR_BY_HAND, "ring", TENSOR]
     first = ranked[Way("Ulysses", share=8)]
     peak = first.split.report.chip.peak
     assert first.computing == pytest.approx(flops / 8 / peak, rel=0.01)
@@ -186,9 +204,8 @@ def test_ways_that_do_not_fit_come_last():
 # What is asked, and kept
 
 ROWS = {
-    (row["question"]["chip"], row["question"]["way"]): row["answer"]
+    ", ".join(filter(None, row["question"].values())): row["answer"]
     for row in read_record("ask/flux2")
-    if row["question"]["part"] == "step" and not row["question"]["variant"]
 }
 
 
@@ -209,7 +226,7 @@ def asked(monkeypatch):
         asked.append(str(way))
         if str(way) in asked.fails:
             raise asked.fails[str(way)]
-        return ROWS[program.chip, NAMES[way.kind]]
+        return ROWS[f"step, {program.chip}, {NAMES[way.kind]}"]
 
     monkeypatch.setattr("course.tpu.splits.ask_way", ask_way)
     monkeypatch.setattr("course.tpu.plan.require_compiler", lambda: None)
@@ -223,7 +240,7 @@ def test_a_plan_goes_on_where_it_stopped(asked, tmp_path):
     asked.fails = {"Ulysses over 8": KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
         ask_ways(job, file)
-    assert asked == ["tensor over 8", "context over 8", "Ulysses over 8"]
+    assert asked == over(8, kinds=["tensor", "tensor by hand", "context", "Ulysses"])
     asked.fails = {}
     asked.clear()
     answers = ask_ways(job, file, only="Ulysses")
@@ -244,9 +261,9 @@ def test_what_was_recorded_is_asked_only_if_it_is_to_be_anew(asked, monkeypatch,
     rows = json.loads((tmp_path / "answers.json").read_text())
     monkeypatch.setattr("course.tpu.plan.read_record", lambda name: rows)
     asked.clear()
-    assert len(ask_ways(job).splits) == 4
+    assert len(ask_ways(job).splits) == 5
     assert asked == []
-    assert len(ask_ways(job, only="ring", anew=True).splits) == 4
+    assert len(ask_ways(job, only="ring", anew=True).splits) == 5
     assert asked == ["ring over 8"]
 
     def refuse():
@@ -254,7 +271,7 @@ def test_what_was_recorded_is_asked_only_if_it_is_to_be_anew(asked, monkeypatch,
 
     monkeypatch.setattr("course.tpu.plan.require_compiler", refuse)
     asked.clear()
-    assert len(ask_ways(job, anew=True).splits) == 4
+    assert len(ask_ways(job, anew=True).splits) == 5
     assert asked == []
     with pytest.raises(RuntimeError, match=r"There is no compiler\."):
         ask_ways(make_job("flux2", height=512))
@@ -313,7 +330,8 @@ def draw_on_one(model, params, config, tokenize, steps):
     ("model", "way"),
     [
         ("shapes-flux2", Way("Ulysses", halves=2, share=2)),
-        ("shapes-flux2", Way(TENSOR, share=2)),
+        ("shapes-flux2", Way(TENSOR_BY_HAND, halves=2, share=2)),
+        ("shapes-flux2", Way(CONTEXT, share=4)),
         ("shapes-sd", Way("ring", halves=2, share=2)),
         ("shapes-sdxl", Way("Ulysses", share=4)),
     ],
@@ -327,14 +345,14 @@ def test_the_file_of_a_way_draws_what_one_device_draws(model, way, tmp_path):
     names = runpy.run_path(str(tmp_path / "draw.py"))
     params, config, tokenize = names["load"](find_model(model), jnp.float32)
     drawn = names["draw"](params, config, tokenize, [PROMPT])
-    params = jax.device_put(params, jax.devices()[0])
+    params, *_ = code_of(config).load(find_model(model), jnp.float32)
     alone = draw_on_one(model, params, config, tokenize, steps=2)
     assert 255 * np.abs(np.asarray(drawn) - np.asarray(alone)).max() < 1
     with pytest.raises(ValueError, match=r"for 1 prompt\(s\) at a time"):
         names["draw"](params, config, tokenize, [PROMPT, PROMPT])
 
 
-@pytest.mark.parametrize("kind", [DATA, FULLY_SHARDED, TENSOR, CONTEXT, "ring"])
+@pytest.mark.parametrize("kind", [DATA, FULLY_SHARDED, TENSOR, "ring"])
 @pytest.mark.parametrize("model", ["shapes-flux2", "shapes-sd"])
 def test_every_way_has_a_file_with_a_mesh_and_a_function_on_it(model, kind, tmp_path):
     share = 1 if kind in (DATA, FULLY_SHARDED) else 2
@@ -348,6 +366,26 @@ def test_every_way_has_a_file_with_a_mesh_and_a_function_on_it(model, kind, tmp_
         assert callable(names["velocity"])
     else:
         assert callable(names["attention"]) == (kind == "ring")
+
+
+def test_tensor_parallelism_by_hand_exchanges_nothing_but_sums():
+    """The partitioner passes on pieces, too, because the fused matrices are cut anywhere."""
+    found = {}
+    job = make_job("shapes-flux2", chips=4, dtype="float32")
+    for kind in (TENSOR, TENSOR_BY_HAND):
+        way = Way(kind, share=2)
+        types = (jax.sharding.AxisType.Auto,) * 2
+        mesh = jax.make_mesh((1, 2), tuple(way.mesh), devices=jax.devices()[:2], axis_types=types)
+        step = splits.place_step(job.program, job.guided, way, mesh)
+        lowered = jax.jit(step.function, out_shardings=step.output).lower(*step.arguments)
+        found[kind] = find_collectives(lowered.compile())
+    assert {each.kind for each in found[TENSOR]} > {"all-reduce"}
+    assert {(each.kind, each.chips) for each in found[TENSOR_BY_HAND]} == {("all-reduce", 2)}
+    # Of both halves of guidance, 36 tokens of text and image: in a double-stream block twice, in
+    # a single-stream block once. Blocks in a loop count once.
+    width = load_config("shapes-flux2").transformer.width
+    moved = sum(each.bytes for each in found[TENSOR_BY_HAND])
+    assert moved == pytest.approx((2 + 1) * 2 * 36 * width * 4, rel=0.01)
 
 
 def test_a_step_on_one_device_does_the_work_of_a_step():

@@ -4,6 +4,7 @@ from course.flux2 import training
 from course.flux2.configs import Config, TextConfig, TransformerConfig, VAEConfig, read_config
 from course.flux2.convert import read_single_file, to_single_files
 from course.flux2.folders import load, load_tokenizer, read_files, save
+from course.flux2.heads import sort_columns, split_heads
 from course.flux2.in_turn import generate_in_turn
 from course.flux2.lora import read_lora, save_lora
 from course.flux2.parameters import (
@@ -66,6 +67,8 @@ __all__ = [
     "shardings",
     "shift_by_size",
     "size_in_tokens",
+    "sort_columns",
+    "split_heads",
     "split_tokens",
     "text_positions",
     "times",

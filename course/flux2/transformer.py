@@ -86,6 +86,11 @@ def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
     )
 
 
+def unchanged(x: jax.Array) -> jax.Array:
+    """Return an array as it is."""
+    return x
+
+
 def velocity(
     p: dict,
     config: TransformerConfig,
@@ -134,6 +139,7 @@ def predict(
     rotation: tuple[jax.Array, jax.Array],
     attend: Callable = automatic,
     remat: bool = False,
+    add_up: Callable = unchanged,
 ) -> jax.Array:
     """Return what ``velocity`` does, from rotary positions that are computed already.
 
@@ -145,6 +151,9 @@ def predict(
         As ``rotary`` gives it, of the text's tokens and then of the image's.
     attend : callable
         Attention: ``automatic``, or a function that takes the same and gives the same.
+    add_up : callable
+        What makes a layer's result of the sums that a device has: where each device has some heads
+        and channels of the blocks, those of all devices have to be added.
     """
     epsilon = config.eps
     texts = text.shape[1]
@@ -162,14 +171,14 @@ def predict(
 
         def double(p: dict, streams: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return double_block(
-                p, config, *streams, modulate_text, modulate_image, rotation, attend
+                p, config, *streams, modulate_text, modulate_image, rotation, attend, add_up
             )
 
         text, image = scan_blocks(double, p, DOUBLE, (text, image), remat)
     with jax.named_scope("single_stream"):
 
         def single(p: dict, x: jax.Array) -> jax.Array:
-            return single_block(p, config, x, modulate_both, rotation, attend)
+            return single_block(p, config, x, modulate_both, rotation, attend, add_up)
 
         both = jnp.concatenate([text, image], axis=1)
         image = scan_blocks(single, p, SINGLE, both, remat)[:, texts:]
@@ -207,6 +216,7 @@ def double_block(
     modulate_image: list[jax.Array],
     rotation: tuple[np.ndarray, np.ndarray],
     attend: Callable = automatic,
+    add_up: Callable = unchanged,
 ) -> tuple[jax.Array, jax.Array]:
     """Text and image, each with weights of its own, look at each other and at themselves."""
     epsilon = config.eps
@@ -231,12 +241,12 @@ def double_block(
         [heads(p, "attn.add_v_proj", y, config), heads(p, "attn.to_v", z, config)], axis=1
     )
     seen = attention(rotate(query, rotation), rotate(key, rotation), value, attend)
-    text += modulate_text[2] * linear(p, "attn.to_add_out", seen[:, :texts])
-    image += modulate_image[2] * linear(p, "attn.to_out.0", seen[:, texts:])
+    text += modulate_text[2] * add_up(linear(p, "attn.to_add_out", seen[:, :texts]))
+    image += modulate_image[2] * add_up(linear(p, "attn.to_out.0", seen[:, texts:]))
     y = modulated(text, *modulate_text[3:5], epsilon)
-    text += modulate_text[5] * feed_forward(p, "ff_context", y)
+    text += modulate_text[5] * add_up(feed_forward(p, "ff_context", y))
     z = modulated(image, *modulate_image[3:5], epsilon)
-    image += modulate_image[5] * feed_forward(p, "ff", z)
+    image += modulate_image[5] * add_up(feed_forward(p, "ff", z))
     return text, image
 
 
@@ -247,6 +257,7 @@ def single_block(
     modulate: list[jax.Array],
     rotation: tuple[np.ndarray, np.ndarray],
     attend: Callable = automatic,
+    add_up: Callable = unchanged,
 ) -> jax.Array:
     """Text and image are one sequence; attention and feed-forward layer work side by side."""
     shift, scale, gate = modulate
@@ -259,7 +270,7 @@ def single_block(
     value = split_heads(value, config)
     seen = attention(rotate(query, rotation), rotate(key, rotation), value, attend)
     both = jnp.concatenate([seen, swiglu(mlp_gate, mlp_value)], axis=-1)
-    return x + gate * linear(p, "attn.to_out", both)
+    return x + gate * add_up(linear(p, "attn.to_out", both))
 
 
 def embed_time(p: dict, config: TransformerConfig, time: jax.Array) -> jax.Array:

@@ -151,11 +151,11 @@ def ulysses(
     return jax.lax.all_to_all(y, axis, split_axis=1, concat_axis=2, tiled=True)
 
 
-def check_whole_heads(heads: int, devices: int) -> None:
-    """Raise ``ValueError`` unless ``ulysses`` can give each device the same number of heads."""
+def check_whole_heads(heads: int, devices: int, way: str = "Ulysses") -> None:
+    """Raise ``ValueError`` unless each device gets the same number of heads."""
     if heads % devices:
         raise ValueError(
-            f"Ulysses gives each device whole heads, and {heads} heads cannot be divided by "
+            f"{way} gives each device whole heads, and {heads} heads cannot be divided by "
             f"{devices} devices: choose a number that divides {heads}, or the way 'ring'."
         )
 

@@ -44,7 +44,8 @@ class Job:
     @property
     def ways(self) -> list[Way]:
         """Return all ways for so many images and chips, also those that the model forbids."""
-        return find_ways(self.program.batch, self.chips, self.guided)
+        config = load_config(self.program.model)
+        return find_ways(config, self.program.batch, self.chips, self.guided)
 
     def why_not(self, way: Way) -> str:
         """Say in a sentence why the model cannot be split in some way; empty if it can."""

@@ -7,7 +7,7 @@ from string import Template
 from course import flux2
 from course.tpu.pieces import FLUX2_GUIDANCE, load_config
 from course.tpu.plan import Job
-from course.tpu.splits import Call, Way, flux2_call, sd_call
+from course.tpu.splits import TENSOR_BY_HAND, Call, Way, flux2_call, sd_call
 from helpers.models import MODELS
 
 SD_GUIDANCE = 7.5
@@ -87,7 +87,7 @@ generate = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
 def load(folder, dtype=jnp.bfloat16):
     """Read a model so that each chip gets its part: parameters, configuration and tokenizer."""
     config = flux2.read_config(folder)
-    return flux2.load(folder, dtype, flux2.shardings(config, mesh, flux2.$rules))
+    $loading
 
 
 def draw(params, config, tokenize, prompts, seed=0):
@@ -108,6 +108,14 @@ def draw(params, config, tokenize, prompts, seed=0):
         velocity=velocity,
     )
 '''
+
+LOADED = "return flux2.load(folder, dtype, flux2.shardings(config, mesh, flux2.$rules))"
+SORTED = """where = flux2.shardings(config, mesh, flux2.$rules)
+    params, config, tokenize = flux2.load(folder, dtype, where)
+    # In each block, what a chip needs lies together.
+    p = flux2.sort_columns(params["transformer"], config.transformer, mesh.shape["model"])
+    params["transformer"] = jax.device_put(p, where["transformer"])
+    return params, config, tokenize"""
 
 SD = '''$attention
 generate = jax.jit(sd.generate, static_argnames=sd.STATIC)
@@ -178,6 +186,7 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
             "imports": "AxisType",
             "guidance": FLUX2_GUIDANCE if job.guided else None,
             "velocity": f"velocity = {python_of('flux2', flux2_call(way))}",
+            "loading": SORTED if way.kind == TENSOR_BY_HAND else LOADED,
         }
     else:
         body = SD
@@ -192,6 +201,7 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
             "attention": f"attention = {python_of('sd', call) if call else PLAIN}",
             "noise": ", ".join(axes),
         }
+    body = body.replace("$loading", values.pop("loading", ""))
     text = Template(HEAD + body + TAIL).substitute(values)
     file.write_text(text, encoding="utf-8")
 

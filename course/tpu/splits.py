@@ -28,16 +28,17 @@ from course.tpu.records import answer_of
 
 DATA = "data"
 FULLY_SHARDED = "fully sharded"
+# Several chips share an image. In the first and the third the partitioner adds what is exchanged.
 TENSOR = "tensor"
-CONTEXT = "context"  # the partitioner splits the tokens
+TENSOR_BY_HAND = "tensor by hand"  # `course.flux2.split_heads`
+CONTEXT = "context"
 BY_HAND = ("Ulysses", "ring")  # as `course.model.attention` does
-SHARING = (TENSOR, CONTEXT, *BY_HAND)  # several chips work on an image
 
 
 class Way(NamedTuple):
     """How the work is split over chips."""
 
-    kind: str  #: `DATA`, `FULLY_SHARDED`, or one of `SHARING`
+    kind: str  #: `DATA`, `FULLY_SHARDED`, or one of `sharing_kinds`
     images: int = 1  #: groups of chips that have images of their own
     halves: int = 1  #: 2 where each half of guidance has chips of its own
     share: int = 1  #: chips that share what is left
@@ -50,13 +51,19 @@ class Way(NamedTuple):
     @property
     def mesh(self) -> dict[str, int]:
         """The axes of the mesh, and how many chips each has."""
-        return {"data": self.groups, "model" if self.kind == TENSOR else "tokens": self.share}
+        return {"data": self.groups, "model" if self.splits_heads else "tokens": self.share}
+
+    @property
+    def splits_heads(self) -> bool:
+        """Whether it is tensor parallelism, in which a chip has all tokens."""
+        return self.kind in (TENSOR, TENSOR_BY_HAND)
 
     @property
     def rules(self) -> str:
         """The name of the table of rules for the parameters, in ``course.sd`` or ``flux2``."""
-        names = {TENSOR: "TENSOR_PARALLEL", FULLY_SHARDED: "FULLY_SHARDED"}
-        return names.get(self.kind, "DATA_PARALLEL")
+        if self.splits_heads:
+            return "TENSOR_PARALLEL"
+        return "FULLY_SHARDED" if self.kind == FULLY_SHARDED else "DATA_PARALLEL"
 
     @property
     def goes_one_way(self) -> bool:
@@ -70,16 +77,18 @@ class Way(NamedTuple):
         return " × ".join(f"{name} over {number}" for name, number in parts if number > 1)
 
 
-def find_ways(images: int, chips: int, guided: bool) -> list[Way]:
-    """List the ways to split a step for so many images over so many chips, whatever the model.
+def sharing_kinds(config: Config) -> tuple[str, ...]:
+    """Return the kinds of ways in which several chips share an image, for a model."""
+    if isinstance(config, flux2.Config):
+        return (TENSOR, TENSOR_BY_HAND, CONTEXT, *BY_HAND)
+    return (TENSOR, CONTEXT, *BY_HAND)
+
+
+def find_ways(config: Config, images: int, chips: int, guided: bool) -> list[Way]:
+    """List the ways to split a step for so many images over so many chips.
 
     First are those in which most groups have something of their own, and last all chips share
-    everything.
-
-    Examples
-    --------
-    >>> print(*find_ways(1, 4, guided=True)[:2], sep="; ")
-    guidance over 2 × tensor over 2; guidance over 2 × context over 2
+    everything. Some may not fit the model, see `check_way`.
     """
     runs = 2 * images if guided else images
     numbers = {math.gcd(images, chips), math.gcd(runs, chips), 1}
@@ -87,7 +96,7 @@ def find_ways(images: int, chips: int, guided: bool) -> list[Way]:
     for groups in sorted(numbers, reverse=True):
         apart = math.gcd(images, groups)
         halves, share = groups // apart, chips // groups
-        kinds = (DATA, FULLY_SHARDED) if share == 1 else SHARING
+        kinds = (DATA, FULLY_SHARDED) if share == 1 else sharing_kinds(config)
         ways += [Way(kind, apart, halves, share) for kind in kinds]
     return ways
 
@@ -115,14 +124,11 @@ def check_way(way: Way, config: Config, program: Program) -> None:
     for number in sorted(heads):
         if way.kind == "Ulysses":
             check_whole_heads(number, way.share)
-        if way.kind == TENSOR and number % way.share:
-            raise ValueError(
-                f"Tensor parallelism gives each chip whole heads, and {number} heads cannot be "
-                f"divided by {way.share} chips."
-            )
+        if way.splits_heads:
+            check_whole_heads(number, way.share, "Tensor parallelism")
     pads = way.kind in BY_HAND and isinstance(config, flux2.Config)
     for name, length in lengths.items():
-        if way.kind != TENSOR and length % way.share and not pads:
+        if length % way.share and not way.splits_heads and not pads:
             raise ValueError(f"{name} cannot be divided by {way.share} chips.")
 
 
@@ -240,6 +246,8 @@ def flux2_call(way: Way) -> Call:
         return Call("split_tokens", {"way": "ulysses", "images": "data"})
     if way.kind in BY_HAND:
         return Call("split_tokens", {"way": way.kind.lower(), "images": "data"})
+    if way.kind == TENSOR_BY_HAND:
+        return Call("split_heads", {"images": "data"})
     if way.kind == CONTEXT:
         return Call("keep_tokens", {"tokens": "tokens", "images": "data"})
     return Call("keep_tokens", {"images": "data"})
