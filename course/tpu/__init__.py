@@ -8,6 +8,8 @@ shapes alone. From a question to its record:
 - `compiler`, with `worker`: `ask_compiler` takes any function, for one of the `chips`
 - `answers`: a `Report` on a function, an `Answer` on a program
 - `records`: what was asked before
+- `splits`: a step of denoising, split over several chips; `exchange` says how long these exchange
+- `plan`: which split should be first, and, in `plan_file`, a file that draws so
 
 `hlo` reads the text of a compiled program, and `products` what JAX traces of a function without a
 compiler. From a shell: ``python -m course.tpu --help``.

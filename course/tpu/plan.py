@@ -358,7 +358,7 @@ def table_of_exchange(estimates: Mapping[Way, Estimate]) -> str:
             kinds[each.kind] = (runs + each.runs, results + each.bytes, received)
         for kind, (runs, *sizes) in kinds.items():
             rows.append(
-                [name_of(way, found), kind, runs, *[f"{size / 1e6:,.3g}" for size in sizes]]
+                [name_of(way, found), kind, runs, *[f"{size / 1e6:,.2f}" for size in sizes]]
             )
     return table(rows, ["way", "collective", "runs", "MB of results", "MB received"], texts=2)
 
@@ -385,10 +385,11 @@ def draw_comparison(job: Job, estimates: Mapping[Way, Estimate], file: Path) -> 
         axes.barh(name, open_exchange, left=computing, color="C1")
         axes.barh(name, 1e3 * found.hidden, left=1e3 * found.seconds, color="none", edgecolor="C1")
         end = 1e3 * (found.computing + found.exchanging)
-        axes.text(end, name, f" {1e3 * found.seconds:.1f}", va="center")
+        axes.text(end, name, f" {1e3 * found.seconds:.3g}", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    axes.set(xlabel="ms of a step at least", title=str(job))
+    axes.set_xlabel("ms of a step at least")
+    figure.suptitle(str(job), fontsize="medium")
     axes.legend(["arithmetic", "exchange", "exchange that can hide"], loc="lower right")
     figure.savefig(file, dpi=150)
 
