@@ -48,6 +48,18 @@ def test_what_an_accelerator_starts_and_goes_on_from_is_counted_once():
     ]
 
 
+def test_who_exchanges_with_whom_is_read_also_where_an_exchange_ends():
+    lines = [
+        "%start = (bf16[2,8]{1,0}, bf16[2,8]{1,0}) collective-permute-start(%x), channel_id=4, "
+        "source_target_pairs={{0,3},{1,0},{2,1},{3,2}}",
+        "%done = bf16[2,8]{1,0} collective-permute-done(%start)",
+        "%gather = bf16[4,8]{1,0} all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}",
+        "%sum = bf16[2,8]{1,0} all-reduce(%x), replica_groups=[1,4]<=[4], to_apply=%add",
+    ]
+    found = read_collectives("\n".join(lines))
+    assert [(each.chips, each.direction) for each in found] == [(None, -1), (2, 0), (4, 0)]
+
+
 # A loop of ten rounds, counted up by two, in which a product stands beside an exchange.
 TPU_PROGRAM = """
 HloModule jit_step, is_scheduled=true

@@ -119,6 +119,15 @@ def test_what_goes_one_way_round_has_one_link():
     assert both == pytest.approx(20e-3 + 7 / 8 * 10e-3)
 
 
+def test_permutes_that_go_both_ways_share_the_links():
+    onward = Exchange("collective-permute", True, 1, 1, 10**9, direction=1)
+    back = Exchange("collective-permute", True, 1, 1, 10**9, direction=-1)
+    unknown = Exchange("collective-permute", True, 1, 1, 10**9)
+    assert least_seconds([onward, onward], "v5e", 8) == pytest.approx(40e-3)
+    assert least_seconds([onward, back], "v5e", 8) == pytest.approx(20e-3)
+    assert least_seconds([onward, unknown], "v5e", 8) == pytest.approx(30e-3)
+
+
 def test_an_unknown_collective_is_named():
     with pytest.raises(ValueError, match="No collective 'broadcast'"):
         received_share("broadcast", 8)

@@ -80,20 +80,26 @@ def least_seconds(
         How many exchange with one another, where an exchange does not say it itself: 4 or 8, as
         `tpu_devices` places them, or 2 neighbours, between which there is one link.
     one_way : bool
-        Whether all collective-permutes go the same way round the ring.
+        Whether all collective-permutes go the same way round the ring. Otherwise they go as each
+        says, and those that say nothing both ways.
     """
     seconds = 0.0
+    passed_on = {1: 0.0, -1: 0.0}  # bytes of collective-permutes, each way
     for exchange in exchanges:
         number = exchange.chips or chips
         if number == 1:
             continue
-        has_one_link = number == 2 or (one_way and exchange.kind == "collective-permute")
-        links = 1 if has_one_link else 2
-        by_ring = received_bytes([exchange], number) / (links * LINKS[chip])
+        received = received_bytes([exchange], number)
+        if exchange.kind == "collective-permute" and number > 2:
+            ways = [1] if one_way else [exchange.direction] if exchange.direction else [1, -1]
+            for way in ways:
+                passed_on[way] += received / len(ways)
+            continue
+        by_ring = received / ((1 if number == 2 else 2) * LINKS[chip])
         if exchange.kind == "all-to-all":
             by_ring = max(by_ring, bisection_seconds(exchange.bytes, chip, number))
         seconds += by_ring
-    return seconds
+    return seconds + max(passed_on.values()) / LINKS[chip]
 
 
 def bisection_seconds(size: int, chip: str, chips: int) -> float:

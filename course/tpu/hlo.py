@@ -30,6 +30,7 @@ class Collective:
     runs: int = 1  #: how often it runs in a run of the program, where the compiler knows it
     is_async: bool = False  #: whether the device goes on computing in the meantime
     chips: int | None = None  #: how many exchange with one another; None if the text does not say
+    direction: int = 0  #: of a collective-permute, see `direction_of`
 
 
 @dataclass(frozen=True)
@@ -172,12 +173,12 @@ def read_collectives(text: str) -> list[Collective]:
             starting.add(name)
             channels.update(re.findall(r"channel_id=(\d+)", "\n".join(lines)))
     collectives = []
-    started = {}  # by the names of instructions that start one, how many chips exchange
+    started = {}  # lines that start one, which say what their ends do not, by their names
     for name, lines in computations.items():
         for line in lines:
             start = re.match(r" *(?:ROOT )?%([\w.-]+) = .*-start\(", line)
             if start:
-                started[start[1]] = group_size(line)
+                started[start[1]] = line
             # An accelerator may start an instruction and go on: then the "done" has the result.
             instruction = re.search(rf" = (.*?) ({KINDS})(-done)?\(", line)
             if not instruction:
@@ -188,6 +189,7 @@ def read_collectives(text: str) -> list[Collective]:
                 continue
             origin = re.search(r'op_name="([^"]*)"', line)
             start = re.search(r"-done\(%([\w.-]+)", line)
+            details = started.get(start[1], line) if start else line
             collectives.append(
                 Collective(
                     kind,
@@ -195,7 +197,8 @@ def read_collectives(text: str) -> list[Collective]:
                     origin[1] if origin else "",
                     runs=runs[name],
                     is_async=bool(done) or name in starting,
-                    chips=started.get(start[1]) if start else group_size(line),
+                    chips=group_size(details),
+                    direction=direction_of(details),
                 )
             )
     return collectives
@@ -218,6 +221,29 @@ def group_size(line: str) -> int | None:
         return len(written[1].split(","))
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
     return int(counted[1]) if counted else None
+
+
+def direction_of(line: str) -> int:
+    """Read which way round devices pass pieces on by a collective-permute.
+
+    It is 1 if most pass to the next one, -1 if most pass to the one before, and 0 if neither is so,
+    or the line does not say.
+
+    Examples
+    --------
+    >>> direction_of("collective-permute(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}")
+    1
+    """
+    listed = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
+    if not listed:
+        return 0
+    steps = Counter()
+    for source, target in re.findall(r"\{(\d+),(\d+)\}", listed[1]):
+        steps[int(target) - int(source)] += 1
+    for direction in (1, -1):
+        if 2 * steps[direction] > steps.total():
+            return direction
+    return 0
 
 
 def count_collectives(compiled: jax.stages.Compiled) -> dict[str, int]:

@@ -218,14 +218,16 @@ class Exchange:
     runs: int  #: in one run of the program
     bytes: int  #: of all their results in one run
     chips: int | None = None  #: how many exchange with one another; None if nobody wrote it down
+    direction: int = 0  #: of collective-permutes, see `hlo.direction_of`; 0 if nobody wrote it down
 
 
 def add_up(collectives: Iterable[Collective]) -> list[Exchange]:
     """Return what devices exchange by each kind of collective, as often as a loop goes round."""
     found = {}
     for each in collectives:
-        key = (each.kind, each.is_async, each.chips)
-        before = found.get(key, Exchange(*key[:2], number=0, runs=0, bytes=0, chips=each.chips))
+        key = (each.kind, each.is_async, each.chips, each.direction)
+        none = Exchange(each.kind, each.is_async, 0, 0, 0, each.chips, each.direction)
+        before = found.get(key, none)
         found[key] = dataclasses.replace(
             before,
             number=before.number + 1,
