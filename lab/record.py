@@ -33,7 +33,6 @@ SUBJECTS = (
     "ask/products",
     "ask/programs",
     "ask/shardings",
-    "ask/plans",
     "ask/finetune",
     "ask/flux2",
     "ask/int8",
