@@ -33,6 +33,7 @@ SUBJECTS = (
     "ask/products",
     "ask/programs",
     "ask/shardings",
+    "ask/plans",
     "ask/finetune",
     "ask/flux2",
     "ask/int8",

@@ -236,7 +236,7 @@ def print_plan(options: argparse.Namespace) -> None:
     fitting = [way for way, found in estimates.items() if found.split.report.fits]
     if not fitting:
         raise RuntimeError("No way fits that was asked about: give more chips, or fewer pixels.")
-    draw_comparison(job, estimates, folder / "comparison.png")
+    draw_comparison(job, estimates).savefig(folder / "comparison.png", dpi=150)
     write_plan(job, fitting[0], folder / "draw.py")
     print(f"\nFirst is {fitting[0]}: {folder / 'draw.py'} draws so. Also written: comparison.png.")
 

@@ -334,7 +334,7 @@ def table_of(estimates: Mapping[Way, Estimate]) -> str:
         rows.append(
             [
                 name_of(way, found),
-                *[f"{each / 2**30:.2f}" for each in held],
+                *[f"{each / 2**30:.3g}" for each in held],
                 *[f"{1e3 * each:.3g}" for each in seconds],
             ]
         )
@@ -374,8 +374,8 @@ def name_of(way: Way, found: Estimate) -> str:
     return str(way) if found.split.report.fits else f"{way} (does not fit)"
 
 
-def draw_comparison(job: Job, estimates: Mapping[Way, Estimate], file: Path) -> None:
-    """Write a PNG with a bar for each way: arithmetic, and what of the exchange is not hidden."""
+def draw_comparison(job: Job, estimates: Mapping[Way, Estimate]) -> Figure:
+    """Draw a bar for each way: computing, and what of the exchange is not hidden."""
     figure = Figure(figsize=(9, 1.6 + 0.4 * len(estimates)), layout="constrained")
     axes = figure.subplots()
     for way, found in estimates.items():
@@ -390,8 +390,8 @@ def draw_comparison(job: Job, estimates: Mapping[Way, Estimate], file: Path) -> 
     axes.margins(x=0.1)
     axes.set_xlabel("ms of a step at least")
     figure.suptitle(str(job), fontsize="medium")
-    axes.legend(["arithmetic", "exchange", "exchange that can hide"], loc="lower right")
-    figure.savefig(file, dpi=150)
+    axes.legend(["computing", "exchange", "exchange that can hide"], loc="lower right")
+    return figure
 
 
 def say(job: Job, answers: Answers, estimates: Mapping[Way, Estimate]) -> str:
