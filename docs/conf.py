@@ -64,8 +64,8 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 templates_path = ["_templates"]
-# A page includes the workshop's plans, and two pages the files of the top level.
-exclude_patterns = ["docs/workshop", "CHANGELOG.md", "CONTRIBUTING.md"]
+# A page includes the workshop's plans, and two pages the files of the top level, which link to others.
+exclude_patterns = ["docs/workshop", *(file.name for file in ROOT.glob("*.md"))]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning stops the build
 nitpick_ignore_regex = [
     # What docstrings say in words about types, and what other packages describe.

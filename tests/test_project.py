@@ -1,8 +1,12 @@
-"""The files around the code: versions, the environment, the wheel, and who may import whom."""
+"""The files around the code: versions, the environment, the wheel, who may import whom, and what
+GitHub, git and editors read."""
 
 import ast
+import configparser
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -15,7 +19,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from lab.site import lock
+from lab.site import lock, set_repo
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -219,3 +223,147 @@ def test_a_model_needs_five_packages(room):
             if module.split(".")[0] not in sys.stdlib_module_names
         }
         assert [module for module in foreign if not belongs(module, needs)] == [], where
+
+
+# What GitHub, git, editors and containers read
+
+WORKFLOWS = {
+    file.stem: yaml.safe_load(file.read_text())
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+}
+CHECKS = "./.github/workflows/checks.yml"
+
+
+def needed_jobs(jobs: dict, name: str) -> set[str]:
+    """The names of the jobs that a job waits for, and of those that these wait for."""
+    needs = jobs[name].get("needs", [])
+    names = {needs} if isinstance(needs, str) else set(needs)
+    return names.union(*(needed_jobs(jobs, name) for name in names))
+
+
+@pytest.mark.parametrize(("workflow", "job"), [("publish", "publish"), ("release", "release")])
+def test_only_a_commit_that_passed_the_checks_is_published_and_released(workflow, job):
+    jobs = WORKFLOWS[workflow]["jobs"]
+    assert CHECKS in {jobs[name].get("uses") for name in needed_jobs(jobs, job)}
+    # "Always" would not wait for them.
+    assert "always()" not in str(jobs[job].get("if", ""))
+    checks = WORKFLOWS["checks"]["jobs"]
+    assert {"lint", "tests", "site", "runtimes"} <= set(checks)
+    assert not any(checks[name].get("continue-on-error") for name in checks)
+
+
+def test_what_is_called_asks_for_no_more_than_its_callers_give():
+    """GitHub starts none of the jobs otherwise. By default a caller's job may read contents."""
+    permissions = [WORKFLOWS["checks"]["permissions"]]
+    permissions += [job.get("permissions", {}) for job in WORKFLOWS["checks"]["jobs"].values()]
+    assert all(asked in ({}, {"contents": "read"}) for asked in permissions)
+    for name in ("publish", "release"):
+        assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
+
+
+def test_every_action_is_named_by_a_commit():
+    folder = ROOT / ".github"
+    named = []
+    for file in [*folder.glob("workflows/*.yml"), *folder.glob("actions/*/action.yml")]:
+        named += re.findall(r"uses: (\S+)", file.read_text())
+    others = [name for name in named if not name.startswith("./")]
+    assert others
+    assert [name for name in others if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)] == []
+
+
+def test_every_file_that_states_versions_is_renewed():
+    """By Dependabot, or by the workflow that writes the locks."""
+    updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    renewed = {}
+    for update in updates:
+        renewed.setdefault(update["package-ecosystem"], update)
+    folders = {
+        f"/{file.parent.relative_to(ROOT)}"
+        for file in tracked_files()
+        if file.name == "package.json"
+    }
+    assert folders == {renewed["npm"]["directory"]}
+    actions = {file.parent for file in (ROOT / ".github" / "actions").glob("*/action.yml")}
+    folders = {"/", *(f"/{folder.relative_to(ROOT)}" for folder in actions)}
+    assert folders == set(renewed["github-actions"]["directories"])
+    assert "locks/**" in renewed["pip"]["exclude-paths"]
+    commands = [step.get("run", "") for step in WORKFLOWS["locks"]["jobs"]["locks"]["steps"]]
+    assert any(command.startswith("make lock ARGS='--upgrade ") for command in commands)
+    rule = re.search(r"^lock:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for file in [lock.LOCK, *(ROOT / "locks").glob("*.lock")]:
+        assert f"--output-file {file.relative_to(ROOT)}\n" in rule.group(1), file
+
+
+def test_git_knows_which_files_are_texts():
+    """A text has the same ends of lines everywhere, and a picture stays as it is."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--eol"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for line in listed.splitlines():
+        kinds, file = line.split("\t")
+        held, _, attributes = kinds.split(maxsplit=2)
+        expected = {"i/lf": "eol=lf", "i/none": "eol=lf", "i/-text": "attr/-text"}
+        assert held in expected, f"{file} has {held}"
+        assert expected[held] in attributes, f"{file} is missing in .gitattributes"
+
+
+def test_editors_have_the_width_that_ruff_checks():
+    editors = configparser.ConfigParser()
+    editors.read_string(f"[top]\n{(ROOT / '.editorconfig').read_text()}")
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert editors["*.{py,pyi}"].getint("max_line_length") == ruff["line-length"]
+    assert editors["*.ipynb"].getint("max_line_length") == 88
+
+
+def test_the_container_has_a_python_of_its_own_and_runs_what_the_makefile_has():
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    # Patches of an image are never written over; its other names are.
+    assert re.fullmatch(rf"\S+:\d+\.\d+\.\d+-{lock.PYTHON}-[a-z]+", container["image"])
+    makefile = (ROOT / "Makefile").read_text()
+    commands = [command for name, command in container.items() if name.endswith("Command")]
+    assert commands[-1].startswith("make run ")
+    for command in commands:
+        make, target, *settings = command.split()
+        assert make == "make" and re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)
+        for setting in settings:
+            name, _, file = setting.partition("=")
+            assert f"\n{name} ?=" in makefile and (ROOT / file).is_file()
+
+
+def hooks() -> dict[str, dict]:
+    """The hooks of pre-commit by their ids."""
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in repositories] == ["local"]
+    return {hook["id"]: hook for hook in repositories[0]["hooks"]}
+
+
+def test_the_hooks_of_pre_commit_need_no_network():
+    for hook in hooks().values():
+        assert hook["language"] == "system"
+        assert hook["entry"].startswith(".venv/bin/")
+        assert "additional_dependencies" not in hook
+
+
+def test_a_hook_takes_outputs_out_and_leaves_all_else(tmp_path):
+    chapter = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))[1]
+    notebook = nbformat.read(chapter, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.execution_count = 1
+            cell.outputs = [nbformat.v4.new_output("stream", text="8 devices\n")]
+            cell.metadata["scrolled"] = True
+    copies = [tmp_path / "executed.ipynb", tmp_path / "as it is.ipynb"]
+    nbformat.write(notebook, copies[0])
+    shutil.copy(chapter, copies[1])
+    _, *words = hooks()["clear-outputs"]["entry"].split()
+    subprocess.run([sys.executable, *words, *copies], check=True, cwd=ROOT)
+    for copy in copies:
+        assert copy.read_bytes() == chapter.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["CODE_OF_CONDUCT.md", "SECURITY.md"])
+def test_people_are_told_where_to_report(name):
+    text = (ROOT / name).read_text()
+    repository = f"https://github.com/{set_repo.stamped_repository()}"
+    assert f"({repository}/security/advisories/new)" in text
+    assert not re.search(r"\[(NOTE|INSERT)", text), "there is still something to fill in"

@@ -1,4 +1,4 @@
-"""The setup cell, what helpers.start says when packages do not fit, and make set-repo."""
+"""The setup cell, what helpers.start says when packages do not fit, make set-repo, publishing."""
 
 import os
 import shutil
@@ -166,8 +166,8 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {file.relative_to(folder): file.read_bytes() for file in files if file.suffix != ".pyc"}
 
 
-def run_set_repo(folder: Path, name: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lab.site.set_repo", name]
+def run_set_repo(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lab.site.set_repo", *arguments]
     return subprocess.run(command, cwd=folder, env=OWN, capture_output=True, text=True)
 
 
@@ -181,6 +181,8 @@ def test_a_name_is_written_everywhere_and_can_be_taken_out(clone):
     assert {"README.md", "pyproject.toml", "environment.yml", "CITATION.cff"} < places
     assert {f"notebooks/{path.name}" for path in CHAPTERS} < places
     assert not any(set_repo.stamped_repository().encode() in text for text in first.values())
+    run_set_repo(clone, one)
+    assert contents(clone) == first, "once more does no harm"
     run_set_repo(clone, other)
     assert contents(clone) == {
         path: text.replace(one.encode(), other.encode()) for path, text in first.items()
@@ -208,6 +210,51 @@ def test_a_name_that_is_no_repository_changes_nothing(clone):
     assert result.returncode == 2
     assert 'give it as "owner/name"' in result.stderr
     assert contents(clone) == before
+
+
+def test_a_check_changes_nothing_and_fails_where_another_repository_is_named(clone):
+    name = "/".join(("A", "course"))
+    before = contents(clone)
+    result = run_set_repo(clone, "--check", name)
+    assert result.returncode == 1
+    assert f"run `make set-repo REPO={name}`" in result.stderr
+    assert contents(clone) == before
+    run_set_repo(clone, name)
+    for same in (name, name.lower()):
+        assert run_set_repo(clone, "--check", same).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("stamped", "github_says", "status", "said", "noted"),
+    [
+        (True, "workflow", 0, "", "pages=on\n"),
+        (False, "workflow", 1, "::error::The course says that it lives in", ""),
+        (False, "gh: Not Found (HTTP 404)", 0, "::notice::The site is not", "pages=off\n"),
+        (True, "legacy", 1, "::error::The site is not", ""),
+        (True, "gh: Server Error (HTTP 500)", 1, "::error::GitHub does not say", ""),
+    ],
+)
+def test_a_site_is_published_where_pages_is_on_and_the_course_names_the_repository(
+    clone, stamped, github_says, status, said, noted
+):
+    name = "/".join(("a", "course"))
+    if stamped:
+        run_set_repo(clone, name)
+    gh = clone / "bin" / "gh"  # in the place of GitHub's own
+    gh.parent.mkdir()
+    gh.write_text(f"#!/bin/sh\necho '{github_says}'\nexit {int(github_says.startswith('gh:'))}\n")
+    gh.chmod(0o755)
+    path = os.pathsep.join([str(gh.parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    output = clone / "output"
+    output.touch()
+    environment = {"GITHUB_REPOSITORY": name, "GITHUB_OUTPUT": str(output), "PATH": path}
+    result = subprocess.run(
+        [clone / ".ci" / "may-publish"], env=OWN | environment, capture_output=True, text=True
+    )
+    assert result.returncode == status, result.stderr
+    assert result.stdout.startswith(said)
+    assert bool(result.stdout) == bool(said)
+    assert output.read_text() == noted
 
 
 @pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)

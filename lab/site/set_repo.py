@@ -2,12 +2,14 @@
 
 Puts the repository's name in the place of the one that pyproject.toml has, in every file that git
 tracks: setup cells, links, ``environment.yml``. Until the course is published, that is a
-placeholder; give it as the name to take a repository's name out again.
+placeholder; give it as the name to take a repository's name out again. With ``--check`` nothing
+is written: it fails unless the course names this repository, as it must before it is published.
 """
 
 import argparse
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -68,11 +70,20 @@ def main() -> None:
     parser.add_argument(
         "repository", nargs="?", default=old, help='"owner/name" on GitHub; by default, it stays'
     )
-    new = parser.parse_args().repository
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if it changes")
+    options = parser.parse_args()
+    new = options.repository
     if not re.fullmatch(r"[A-Za-z0-9-]+/[A-Za-z0-9._-]+", new):
         parser.error(
             f'{new!r} is not a repository: give it as "owner/name", without https:// and github.com'
         )
+    if options.check:
+        if new.lower() != old.lower():  # GitHub tells no capital letters apart
+            sys.exit(
+                f"The course says that it lives in {old}, and this is {new}: run "
+                f"`make set-repo REPO={new}`, commit what it changes, and push that."
+            )
+        return
     texts = read_tracked()
     if new not in (old, PLACEHOLDER):
         others = [str(file) for file, text in texts.items() if replace_name(text, new, "")[1]]
