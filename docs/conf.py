@@ -6,6 +6,7 @@ import posixpath
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -13,7 +14,7 @@ from sphinx import addnodes
 from sphinx.locale import _ as translate
 from sphinx.search.en import SearchEnglish
 
-from lab.site import set_repo
+from lab.site import heads, set_repo
 from lab.site.translations import LANGUAGE as TRANSLATION
 from lab.site.translations import chinese_of, place_of
 
@@ -25,6 +26,7 @@ WORDS = {
     "en": {
         "name": "English",
         "title": "Stable Diffusion in JAX",
+        "description": "Jupyter notebooks that run anywhere: Stable Diffusion and FLUX.2 in JAX.",
         "elsewhere": "This chapter elsewhere",
         "download": "Download .ipynb",
         "open in": "Open in",
@@ -35,6 +37,7 @@ WORDS = {
     TRANSLATION: {
         "name": "中文",
         "title": "用 JAX 运行 Stable Diffusion",
+        "description": "Jupyter notebook 课程：用 JAX 运行 Stable Diffusion 和 FLUX.2。",
         "elsewhere": "在别处打开本章",
         "download": "下载 .ipynb",
         "open in": "前往",
@@ -51,6 +54,7 @@ WORDS = {
 }
 REPOSITORY = set_repo.stamped_repository()
 PUBLISHED = not REPOSITORY.startswith("OWNER/")
+ADDRESS = set_repo.site_address(REPOSITORY) if PUBLISHED else ""
 
 project = WORDS["en"]["title"]
 author = "the course's authors"
@@ -64,7 +68,7 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 templates_path = ["_templates"]
-# A page includes the workshop's plans, and two pages the files of the top level, which link to others.
+# A page includes the workshop's plans, and two pages files of the top level, which link to others.
 exclude_patterns = ["docs/workshop", *(file.name for file in ROOT.glob("*.md"))]
 nitpicky = True  # a reference that leads nowhere is a warning, and a warning stops the build
 nitpick_ignore_regex = [
@@ -113,10 +117,15 @@ FLUX2_ALIASES = {
 }
 html_theme = "pydata_sphinx_theme"
 html_title = WORDS[LANGUAGE]["title"]
+html_baseurl = ADDRESS + FOLDERS[LANGUAGE] if PUBLISHED else ""
 html_favicon = "_static/favicon.svg"
 html_context = {"default_mode": "auto", "words": WORDS[LANGUAGE]}
-html_static_path = ["_static"]
+# The second is what a link to a page without pictures shows.
+html_static_path = ["_static", "../checkpoints/shapes-sd/samples.png"]
 html_css_files = ["course.css"]
+html_js_files = [("copy.js", {"defer": "defer"})]
+# The page that GitHub shows for addresses where there is none, in both languages.
+html_additional_pages = {"404": "404.html"} if LANGUAGE == "en" else {}
 html_copy_source = False
 html_show_sourcelink = False
 html_sidebars = {"docs/teach": []}  # it has no pages below it
@@ -154,6 +163,28 @@ def add_language_switch(app, pagename, templatename, context, doctree):
     own = f"{posixpath.basename(pagename)}.html"
     context["_"] = lambda text: WORDS[LANGUAGE]["theme"].get(text) or translate(text)
     context["alternates"] = {LANGUAGE: own, OTHER: other} if there else {}
+
+
+def describe_page(app, pagename, templatename, context, doctree):
+    """Let a page's head say what it is about, and, on a published site, which picture it has."""
+    words = WORDS[LANGUAGE]
+    title = words["title"]
+    if pagename in app.env.titles:
+        title = app.env.titles[pagename].astext()
+    about = (words["title"], words["description"], LANGUAGE)
+    tags = heads.head_of(doctree, title, *about, html_baseurl, f"{pagename}.html")
+    context["metatags"] = context.get("metatags", "") + heads.written(tags)
+    if pagename == "404":  # it stands for any address, and its links count from the first page
+        context["pageurl"] = None
+        if PUBLISHED:
+            base = f'<base href="{urlsplit(ADDRESS).path}" />'
+            context["metatags"] = f"\n{base}{context['metatags']}"
+
+
+def load_lazily(app, doctree, docname):
+    """Let pictures below a page's first one load only when the reader comes near them."""
+    for image in list(doctree.findall(nodes.image))[1:]:
+        image["loading"] = "lazy"
 
 
 def to_place(path: str, docname: str) -> str:
@@ -259,6 +290,8 @@ def setup(app):
     app.connect("autodoc-process-docstring", choose_aliases, priority=400)
     app.connect("html-page-context", add_chapter_links)
     app.connect("html-page-context", add_language_switch)
+    app.connect("html-page-context", describe_page)
+    app.connect("doctree-resolved", load_lazily)
     app.connect("doctree-read", follow_links, priority=400)  # before Sphinx collects downloads
     app.connect("doctree-read", mark_times)
     app.connect("doctree-read", stack_wide_tables)

@@ -12,10 +12,11 @@ import jinja2
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
+from docutils.core import publish_doctree
 
 import helpers
 from course.tpu import records
-from lab.site import build_site, set_repo, translations
+from lab.site import build_site, heads, set_repo, translations
 from lab.site.chapters import tags
 from lab.site.translations import LANGUAGE
 
@@ -97,6 +98,51 @@ def test_every_picture_has_a_text_in_its_place(parsed):
     for page, soup in parsed.items():
         for picture in soup.find_all("img"):
             assert len(picture.get("alt", "").strip()) >= 10, page
+
+
+def test_pictures_below_the_first_load_when_the_reader_comes_near(parsed):
+    late = 0
+    for page, soup in parsed.items():
+        pictures = [
+            img for img in soup.select("article img") if not img.find_parent(class_="recorded")
+        ]
+        assert [img["src"] for img in pictures[1:] if img.get("loading") != "lazy"] == [], page
+        late += len(pictures[1:])
+    assert late
+
+
+def test_every_page_says_what_it_is_about(site, parsed):
+    """A published one says as well where its picture is, which programs fetch from there."""
+    repository = set_repo.stamped_repository()
+    published = repository != set_repo.PLACEHOLDER
+    descriptions = {}
+    for page, soup in parsed.items():
+        head = {}
+        for tag in soup.find_all("meta", content=True):
+            head[tag.get("name") or tag.get("property")] = tag["content"]
+        assert 10 <= len(head["description"]) <= heads.LENGTH, page
+        assert head["og:description"] == head["description"]
+        assert head["og:title"], page
+        descriptions[page] = head["description"]
+        if published:
+            address = set_repo.site_address(repository)
+            assert head["og:url"] == f"{address}{page.relative_to(site).as_posix()}"
+            assert (site / unquote(head["og:image"]).removeprefix(address)).is_file(), page
+        else:
+            assert "og:image" not in head
+    chapters = [text for page, text in descriptions.items() if page.parent.name == "notebooks"]
+    assert len(set(chapters)) == len(chapters)
+
+
+@pytest.mark.parametrize(
+    "chapter", [*CHAPTERS, *CHINESE_CHAPTERS], ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_a_chapter_has_one_title_everywhere(chapter):
+    title = nbformat.read(chapter, as_version=4).cells[0].source.splitlines()[0].removeprefix("# ")
+    readme = ROOT / (f"README.{LANGUAGE}.md" if chapter in CHINESE_CHAPTERS else "README.md")
+    place = chapter.relative_to(ROOT).as_posix()
+    (row,) = re.findall(rf"^\| \[(.*?)\]\({re.escape(place)}\)", readme.read_text(), re.MULTILINE)
+    assert row == title
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=name_of)
@@ -185,6 +231,76 @@ def test_it_names_no_machine(site):
         text = page.read_text()
         for place in (str(ROOT), sys.prefix, f"{Path.home()}/"):
             assert place not in text, f"{place} in {page}"
+
+
+PAGE = """
+Title
+=====
+
+.. note:: Not this.
+
+What the page is about. You will
+
+- draw an image,
+- load it
+  again.
+
+========  =====
+in tables no
+========  =====
+nothing   here
+========  =====
+
+.. container:: tag_timing
+
+   A time, which differs.
+
+   .. image:: ../_images/clock.png
+
+.. image:: ../_images/logo.svg
+.. image:: ../_images/drawn%20first.png
+   :alt: A red heart
+"""
+
+
+def test_a_head_says_how_the_text_begins_and_has_the_first_picture_that_stays():
+    doctree = publish_doctree(PAGE)
+    about = ("Title", "The site", "All of it", LANGUAGE)
+    head = heads.head_of(doctree, *about, "https://me.github.io/course/", "docs/page.html")
+    assert head["description"] == "What the page is about. You will draw an image, load it again."
+    assert head["og:url"] == "https://me.github.io/course/docs/page.html"
+    assert head["og:image"] == "https://me.github.io/course/_images/drawn%20first.png"
+    assert (head["og:image:alt"], head["og:locale"]) == ("A red heart", "zh_CN")
+    made_up = heads.head_of(None, *about, "https://me.github.io/course/", "search.html")
+    assert made_up["description"] == "All of it"
+    assert made_up["og:image"] == "https://me.github.io/course/_static/samples.png"
+    assert "og:image" not in heads.head_of(doctree, *about, "", "docs/page.html")
+    html = heads.written({"description": 'a "b" & c', "og:type": "website"})
+    first, second = BeautifulSoup(html, "html.parser").find_all("meta")
+    assert (first["name"], first["content"]) == ("description", 'a "b" & c')
+    assert second["property"] == "og:type"
+
+
+@pytest.mark.parametrize("text", ["word " * 100, "没有空格的句子，" * 100, "x" * 1000])
+def test_a_long_description_is_cut_where_a_reader_pauses(text):
+    short = heads.shorten(text)
+    assert heads.LENGTH - 10 < len(short) <= heads.LENGTH
+    assert short.endswith(("word …", "没有空格的句子 …", "x …"))
+    assert heads.shorten(short) == short
+
+
+def test_the_sitemap_has_the_pages_that_people_wrote(tmp_path):
+    names = ["index.html", "docs/a&b.html", "zh-CN/index.html", "404.html", "zh-CN/search.html"]
+    for name in [*names, "_modules/code.html", "zh-CN/_static/page.html"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    address = set_repo.site_address("Me/course")
+    found = BeautifulSoup(heads.sitemap(tmp_path, address), "html.parser").find_all("loc")
+    expected = ["docs/a&b.html", "index.html", "zh-CN/index.html"]
+    assert [tag.text for tag in found] == [
+        f"https://me.github.io/course/{name}" for name in expected
+    ]
+    assert set_repo.site_address("Me/me.github.io") == "https://me.github.io/"
 
 
 # Two builds

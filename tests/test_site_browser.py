@@ -70,6 +70,12 @@ CONTRAST = """() => {
   }
   return found.sort((x, y) => x[0] - y[0]);
 }"""
+# The pictures that are broken or have no text in their place. Those far below have to be called.
+PICTURES = """async all => {
+  for (const picture of all) picture.loading = "eager";
+  await Promise.all(all.map(picture => picture.decode().catch(() => {})));
+  return all.filter(picture => !picture.alt || !picture.naturalWidth).map(picture => picture.src);
+}"""
 # How wide a visible block of code would like to be with a line of so many signs, how wide it is,
 # and what becomes of the rest.
 CODE_WIDTH = """columns => {
@@ -105,9 +111,7 @@ def test_every_page_loads_without_errors_and_missing_files(site, browser, addres
     )
     for name in names:
         page.goto(f"{address}/{name}", wait_until="load")
-        pictures = page.eval_on_selector_all(
-            "img", "all => all.filter(i => !i.alt || !i.naturalWidth).map(i => i.src)"
-        )
+        pictures = page.eval_on_selector_all("img", PICTURES)
         assert pictures == [], f"without a text in their place, or broken, in {name}"
         assert problems == [], name
     page.close()
@@ -255,6 +259,43 @@ def test_a_solution_unfolds(open_page):
     expect(solution.locator("img")).to_be_hidden()
     solution.get_by_text("Show the solution").click()
     expect(solution.locator("img")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("folder", "before", "after"), [("", "Copy", "Copied"), ("zh-CN/", "复制", "已复制")]
+)
+def test_code_is_copied_by_a_button_that_the_keyboard_reaches(open_page, folder, before, after):
+    permissions = ["clipboard-read", "clipboard-write"]
+    page = open_page(f"{folder}notebooks/03_replicate_shard", permissions=permissions)
+    block = page.locator(".cell_input:not(details *) div.highlight").first
+    code = block.locator("pre").inner_text()
+    button = block.get_by_role("button", name=before)
+    button.focus()
+    expect(button).to_have_css("opacity", "1")
+    page.keyboard.press("Enter")
+    expect(block.get_by_role("button")).to_have_text(after)
+    assert page.evaluate("navigator.clipboard.readText()") == code.rstrip("\n")
+    assert page.locator(".cell_output button.copy-code").count() == 0
+
+
+def test_an_example_with_prompts_is_copied_as_a_person_types_it(open_page):
+    page = open_page("docs/reference", permissions=["clipboard-read", "clipboard-write"])
+    block = page.locator("div.highlight", has_text=">>> ").first
+    typed = []
+    for line in block.locator("pre").inner_text().splitlines():
+        if line.startswith((">>> ", "... ")):
+            typed.append(line[4:])
+    assert typed
+    block.get_by_role("button").click()
+    expect(block.get_by_role("button")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == "\n".join(typed)
+
+
+def test_an_address_where_nothing_is_leads_on(open_page):
+    page = open_page("404")
+    expect(page.get_by_role("heading", level=1)).to_have_text("There is no such page")
+    page.get_by_role("link", name="中文首页").click()
+    expect(page.locator("html")).to_have_attribute("lang", "zh-CN")
 
 
 # JupyterLab

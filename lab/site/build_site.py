@@ -25,9 +25,10 @@ import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from course.tpu import records
-from lab.site import browser_demo
+from lab.site import browser_demo, heads
 from lab.site.chapters import CHAPTERS, EXECUTED, find_problem, tags
 from lab.site.lock import PYTHONS, locked_versions, named_packages
+from lab.site.set_repo import PLACEHOLDER, site_address, stamped_repository
 from lab.site.translations import LANGUAGE, place_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -244,6 +245,10 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
     for sentence in browser_demo.make(html["en"] / "draw"):
         print(sentence)
     shutil.copytree(html[LANGUAGE], html["en"] / LANGUAGE)
+    repository = stamped_repository()
+    if repository != PLACEHOLDER:  # a sitemap has whole addresses
+        text = heads.sitemap(html["en"], site_address(repository))
+        (html["en"] / "sitemap.xml").write_text(text)
     return html["en"]
 
 

@@ -48,6 +48,17 @@ def launch_links(repository: str, chapter: str) -> list[tuple[str, str]]:
     ]
 
 
+def site_address(repository: str) -> str:
+    """Where GitHub publishes a repository's site.
+
+    >>> site_address("me/course"), site_address("me/me.github.io")
+    ('https://me.github.io/course/', 'https://me.github.io/')
+    """
+    owner, name = repository.split("/")
+    host = f"{owner.lower()}.github.io"
+    return f"https://{host}/" if name.lower() == host else f"https://{host}/{name}/"
+
+
 def read_tracked() -> dict[Path, str]:
     """Return the texts that git tracks, by their files, with their own ends of lines."""
     tracked = subprocess.run(
