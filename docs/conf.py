@@ -5,8 +5,9 @@ import os
 import posixpath
 import re
 import shutil
+import tomllib
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
@@ -32,6 +33,7 @@ WORDS = {
         "open in": "Open in",
         "search": "Search the docs ...",
         "more": "More",
+        "moves": "What stands here on the site moves, so the book leaves it out.",
         "theme": {},
     },
     TRANSLATION: {
@@ -43,6 +45,7 @@ WORDS = {
         "open in": "前往",
         "search": "搜索……",
         "more": "更多",
+        "moves": "网站上的这一部分可以操作，书里没有收录。",
         # What the theme has not translated itself.
         "theme": {
             "Collapse Sidebar": "收起侧栏",
@@ -60,6 +63,7 @@ project = WORDS["en"]["title"]
 author = "the course's authors"
 project_copyright = "2026, the course's authors. Apache License 2.0"
 language = LANGUAGE.replace("-", "_")
+version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 extensions = [
     "myst_nb",
@@ -90,7 +94,7 @@ myst_enable_extensions = ["deflist", "attrs_block", "dollarmath"]
 html_math_renderer = "mathml"
 myst_heading_anchors = 3
 # Some attributes are called as Python's own types are, such as ``bytes``.
-suppress_warnings = ["myst.strikethrough", "ref.python"]
+suppress_warnings = ["myst.strikethrough", "ref.python", "epub.unknown_project_files"]
 
 if LANGUAGE == "en":  # in which the reference is
     import jax
@@ -142,6 +146,18 @@ html_theme_options = {
     "footer_end": ["theme-version"],
     "github_url": f"https://github.com/{REPOSITORY}" if PUBLISHED else "",
 }
+# The same pages as a book.
+epub_title = html_title
+epub_author = epub_contributor = epub_publisher = author
+epub_description = WORDS[LANGUAGE]["description"]
+epub_identifier = f"https://github.com/{REPOSITORY}"
+epub_scheme = "URL"
+epub_uid = "course"
+epub_basename = "stable-diffusion-in-jax"
+epub_css_files = []
+epub_show_urls = "no"
+epub_tocdup = False
+epub_use_index = False
 
 
 def add_chapter_links(app, pagename, templatename, context, doctree):
@@ -179,6 +195,20 @@ def describe_page(app, pagename, templatename, context, doctree):
         if PUBLISHED:
             base = f'<base href="{urlsplit(ADDRESS).path}" />'
             context["metatags"] = f"\n{base}{context['metatags']}"
+
+
+def fit_into_book(app, doctree, docname):
+    """Leave out of the book what needs a browser, and let links out of it lead to the site."""
+    for raw in list(doctree.findall(nodes.raw)):
+        moves = "<script" in raw.astext()
+        raw.replace_self([nodes.paragraph("", WORDS[LANGUAGE]["moves"])] if moves else [])
+    for link in list(doctree.findall(nodes.reference)):
+        address = link.get("refuri", "")
+        if urlsplit(address).path.endswith(".html") and not urlsplit(address).scheme:
+            if PUBLISHED:
+                link["refuri"] = urljoin(f"{html_baseurl}{docname}.html", address)
+            else:
+                link.replace_self(link.children)
 
 
 def load_lazily(app, doctree, docname):
@@ -288,10 +318,20 @@ def setup(app):
     app.add_html_math_renderer("mathml", (write_math, None), (write_math, None))
     app.add_search_language(SearchChinese)
     app.connect("autodoc-process-docstring", choose_aliases, priority=400)
-    app.connect("html-page-context", add_chapter_links)
-    app.connect("html-page-context", add_language_switch)
-    app.connect("html-page-context", describe_page)
-    app.connect("doctree-resolved", load_lazily)
     app.connect("doctree-read", follow_links, priority=400)  # before Sphinx collects downloads
     app.connect("doctree-read", mark_times)
     app.connect("doctree-read", stack_wide_tables)
+    app.connect("builder-inited", connect_builder)
+
+
+def connect_builder(app):
+    """Let the site have what stands around a text and in its head, and the book the text alone."""
+    if app.builder.name == "epub":
+        app.config.html_additional_pages = {}
+        app.connect("doctree-resolved", fit_into_book)
+        return
+    # Before the theme looks which of its parts are empty.
+    app.connect("html-page-context", add_chapter_links, priority=400)
+    app.connect("html-page-context", add_language_switch, priority=400)
+    app.connect("html-page-context", describe_page, priority=400)
+    app.connect("doctree-resolved", load_lazily)

@@ -6,6 +6,8 @@ outputs of their copies in ``build/notebooks``, which ``make run`` or the tests 
 those that nobody has executed, or that changed since, are executed now. A network is needed the
 first time, for the page that draws.
 
+Sphinx then writes the same pages as a book, an EPUB, which the page on the chapters links to.
+
 The Chinese pages are a second project, in ``build/site/source/zh-CN``. A cell of theirs has the
 outputs of the English chapter's cell, as long as both have the same code.
 """
@@ -42,6 +44,11 @@ HIDE = {"en": "Hide {}", LANGUAGE: "收起{}"}
 FOLDED = {
     "en": {"hide-input": "the code", "setup": "the setup", "solution": "the solution"},
     LANGUAGE: {"hide-input": "代码", "setup": "准备代码", "solution": "答案"},
+}
+BOOK = "stable-diffusion-in-jax.epub"  # by the pages of each language; docs/conf.py calls it so
+BOOK_LINK = {
+    "en": "To read without a network, take the whole course as a book: {}.",
+    LANGUAGE: "想离线阅读，可以把整套课程下载成一本电子书：{}。",
 }
 SLIDERS_CHAPTER = "04_jit_pipeline"  # whose page ends with recorded images and sliders
 SLIDERS = {"en": "Steps and guidance with sliders", LANGUAGE: "用滑块看步数和引导系数"}
@@ -134,6 +141,7 @@ def fill_in(text: str, language: str, executed: Path) -> str:
         "times": lambda: times_table(executed),
         "files": lambda: files_tables(language),
         "draw": lambda: raw_html("form.html", language, depth=0),
+        "book": lambda: book_link(language),
         "tpu-report": tpu_report,
     }
     return re.sub(r"<!-- generated: ([a-z-]+) -->", lambda mark: generated[mark.group(1)](), text)
@@ -170,6 +178,12 @@ def raw_html(name: str, language: str, depth: int) -> str:
     pages = "../" * depth
     root = pages if language == "en" else f"../{pages}"
     return f"```{{raw}} html\n{browser_demo.part_of_page(name, language, pages, root)}\n```"
+
+
+def book_link(language: str) -> str:
+    """A sentence with a link to the book, for a page in docs/."""
+    link = f'<a href="../{BOOK}" download>EPUB</a>'
+    return f"```{{raw}} html\n<p>{BOOK_LINK[language].format(link)}</p>\n```"
 
 
 def chapters_table(language: str) -> str:
@@ -245,6 +259,9 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
     for sentence in browser_demo.make(html["en"] / "draw"):
         print(sentence)
     shutil.copytree(html[LANGUAGE], html["en"] / LANGUAGE)
+    for language, folder in run_sphinx(to, "epub").items():
+        target = html["en"] if language == "en" else html["en"] / language
+        shutil.copy(folder / BOOK, target)
     repository = stamped_repository()
     if repository != PLACEHOLDER:  # a sitemap has whole addresses
         text = heads.sitemap(html["en"], site_address(repository))
@@ -252,18 +269,20 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
     return html["en"]
 
 
-def run_sphinx(to: Path) -> dict[str, Path]:
+def run_sphinx(to: Path, builder: str = "html") -> dict[str, Path]:
     """Build the pages of both languages at the same time; gives a folder for each.
 
-    Neither is built within the other, because MyST-NB leaves a folder beside its pages.
+    Neither is built within the other, because MyST-NB leaves a folder beside its pages. The builder
+    "epub" makes a book of what "html" has read.
     """
-    html = {"en": to / "html", LANGUAGE: to / LANGUAGE / "html"}
+    folders = {"en": to / builder, LANGUAGE: to / LANGUAGE / builder}
     processes = []
-    for language in html:
-        shutil.rmtree(html[language], ignore_errors=True)
-        command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "--fresh-env", "--quiet"]
+    for language, folder in folders.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "sphinx", "-b", builder, "-W", "--keep-going", "--quiet"]
+        command += ["--fresh-env"] if builder == "html" else []
         command += ["-c", "docs", "-d", to / "doctrees" / language]
-        command += [to / "source" / language, html[language]]
+        command += [to / "source" / language, folder]
         settings = {"COURSE_LANGUAGE": language, "PYTHONHASHSEED": "0"}
         processes.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | settings))
     statuses = [process.wait() for process in processes]
@@ -271,7 +290,7 @@ def run_sphinx(to: Path) -> dict[str, Path]:
         raise RuntimeError(
             "Sphinx complains above: the site is built only where it has nothing to complain about."
         )
-    return html
+    return folders
 
 
 def main() -> int:
