@@ -242,7 +242,7 @@ def follow_links(app, doctree):
             node["refdomain"] = "doc"
             node["reftarget"] = name
             node["reftargetid"] = anchor
-        elif Path(app.srcdir).with_name(language).joinpath(place).exists():
+        elif language != LANGUAGE and (Path(app.srcdir).with_name(language) / place).exists():
             address = to_place(f"{FOLDERS[language]}{name}.html", here)
             if anchor:
                 address += f"#{anchor}"
