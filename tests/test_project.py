@@ -32,6 +32,17 @@ def tracked_files() -> list[Path]:
     return [ROOT / line for line in listed.splitlines()]
 
 
+def test_version_and_date_are_the_same_wherever_they_stand():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    version = PROJECT["version"]
+    assert cited["version"] == version
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    # Here the release takes its notes.
+    assert f"\n## [{version}] - {cited['date-released']}\n" in changelog
+    assert f"\n[{version}]: https://github.com/" in changelog
+    assert f"/compare/v{version}...HEAD\n" in changelog
+
+
 def test_the_environment_is_the_one_that_the_lock_gives():
     assert (ROOT / "environment.yml").read_text() == lock.environment_yml(), "run `make lock`"
 
