@@ -271,7 +271,7 @@ What the page is about. You will
   again.
 
 ========  =====
-in tables no
+in a row  no
 ========  =====
 nothing   here
 ========  =====
