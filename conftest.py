@@ -1,10 +1,17 @@
 """How pytest executes chapters by its plugin nbmake: ``pytest --nbmake notebooks/``."""
 
 import os
+import shutil
 import sys
+import tempfile
 
 import nbformat
 import pytest
+
+# The chapters that show how long compiling takes, or what the cache does, compile all themselves.
+SHOW_COMPILING = ("04", "06", "07", "08", "12")
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+programs = None  # the folder in which the other chapters of a run share compiled programs
 
 
 def is_chapter(path) -> bool:
@@ -12,8 +19,20 @@ def is_chapter(path) -> bool:
 
 
 def pytest_configure(config):
+    global programs
     # Otherwise the order of a set of words, which some outputs show, would change with every run.
     os.environ.setdefault("PYTHONHASHSEED", "0")
+    programs = getattr(config, "workerinput", {}).get("programs") or tempfile.mkdtemp()
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_configure_node(node):
+    node.workerinput["programs"] = programs
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(programs, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -43,11 +62,16 @@ def use_own_cores(worker: str, workers: int) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    try:
+    if not is_chapter(item.path):
         return (yield)
-    finally:
-        if is_chapter(item.path) and item.config.option.overwrite:
-            note_memory(item.path)
+    with pytest.MonkeyPatch.context() as patch:
+        if not item.path.name.startswith(SHOW_COMPILING) and CACHE not in os.environ:
+            patch.setenv(CACHE, programs)
+        try:
+            return (yield)
+        finally:
+            if item.config.option.overwrite:
+                note_memory(item.path)
 
 
 def note_memory(path) -> None:
