@@ -23,15 +23,14 @@ NONE_OF_OURS = {"PYTHONPATH": None, "TPU_LIBRARY_PATH": None}
 
 # Those of chapters 0 to 8 between which all calls of the pipelines, pmap and the compiler stand.
 OF_PIPELINES = (0, 4, 5, 7, 8)
-# What ``nox -- short`` executes, where one machine does all of it: what can fail in one set alone,
-# and each chapter past the pipelines in one of two sets, but for 10, whose Ray needs free cores to
-# start, and 14 and 15, which train for long.
+# What ``nox -- short`` executes, where one machine does all of it, beside its own `make test`: of
+# each set a few chapters that call most of what differs between the sets.
 SHORT = {
-    "colab": (0, 1, 4, 5, 7, 8, 13, 16),
-    "between": (3, 5),
-    "newest": (4, 7),
-    "oldest-python": (4, 7),
-    "without-diffusers": (9, 11, 12),
+    "colab": (0, 5, 7, 8),
+    "between": (3,),
+    "newest": (4,),
+    "oldest-python": (4,),
+    "without-diffusers": (11, 16),
 }
 # Programs that are compiled in less time and run for longer: chapters just have to end here.
 FASTER = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
