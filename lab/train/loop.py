@@ -173,18 +173,17 @@ def make_step(task: Task) -> Callable[[dict, int, dict], tuple[dict, jax.Array]]
 
 
 def initial_state(task: Task) -> dict:
-    """Return the state before the first step."""
+    """Return the state before the first step.
 
-    def start() -> dict:
-        params = task.start(jax.random.key(task.recipe.seed))
-        average = jax.tree.map(jnp.copy, params)
-        return {
-            "params": params,
-            "average": average,
-            "optimizer": make_optimizer(task).init(params),
-        }
-
-    return jax.jit(start)()
+    Its parameters are copies, as a step takes their memory, and a training may start from others'.
+    It is not compiled as a whole: that would take longer than all else of a short training.
+    """
+    params = jax.tree.map(jnp.copy, task.start(jax.random.key(task.recipe.seed)))
+    return {
+        "params": params,
+        "average": jax.tree.map(jnp.copy, params),
+        "optimizer": make_optimizer(task).init(params),
+    }
 
 
 def fingerprint(params: dict) -> str:
