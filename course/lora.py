@@ -53,6 +53,7 @@ def _build_into(folder: Path, source: Path, options: argparse.Namespace) -> None
         check_scale(scale)
         loras.append((lora, scale))
         counts = " and ".join(f"{len(pairs)} weights of {part}" for part, pairs in lora.items())
+        counts = counts or "nothing, as all of its products are zero"
         print(f"Added {file}, {scale} times, to {counts}.")
         if word_file(file).exists():
             print(

@@ -251,6 +251,12 @@ REFUSALS = {
         only_first_halves_cut,
         "lora_A.weight as .* of two ranks: get it again",
     ),
+    "a half that is a row": (
+        lambda tensors: {
+            name: value[:, 0] if "lora_B" in name else value for name, value in tensors.items()
+        },
+        r"lora_A.weight as .*, and its other half as \(\d+,\), of two ranks: get it again",
+    ),
     "an alpha that is not one number": (
         with_more("alpha", np.ones(2, np.float32)),
         "fit nothing in this model: .*alpha",
@@ -275,6 +281,13 @@ REFUSALS = {
             for name, value in tensors.items()
         },
         "of two ranks: get it again",
+    ),
+    "a rank above all sizes of the weight": (
+        lambda tensors: {
+            name: np.concatenate([value] * 300, axis=-1 if "lora_B" in name else 0)
+            for name, value in tensors.items()
+        },
+        r"of rank \d+, for a weight of .*, which is no LoRA's: get it from a source",
     ),
     "two adapters": (
         lambda tensors: (

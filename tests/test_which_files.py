@@ -557,11 +557,15 @@ def try_klein_alone(bench):
 def try_klein_wrong(bench):
     name = "double_blocks.0.img_attn.qkv.weight"
     parts = bench.klein_files(flux2_convert.RELEASED)
+    qkv = parts["transformer"][name]
     others = {"vae": bench.klein_folder, "text_encoder": bench.klein_folder}
     for tensors, message in (
         (bench.singles["shapes-sd"], "has no transformer in it"),
         ({"double_blocks.0.img_mod.lin.weight": np.zeros((3, 3))}, "is for FLUX.1: this model is"),
         (parts["transformer"] | {"single_blocks.3.linear1.weight": np.zeros(3)}, "1 names too"),
+        (parts["transformer"] | {name: qkv[1:]}, f"has {name} as .*, and the model of transformer"),
+        (parts["transformer"] | {name: np.zeros((*qkv.shape, 3, 3))}, f"has {name} as .*3, 3"),
+        (parts["transformer"] | {f"module.{name}": qkv}, f"has {name} twice, as module.{name}"),
     ):
         with pytest.raises(ValueError, match=message):
             bench.klein_single(tensors, **others)
@@ -794,6 +798,36 @@ def try_klein_names(bench):
     names = {name for name in names if not of_flux1.search(name)}
     assert len(names) > 100
     assert not sorted(names - known.keys())
+
+
+def try_klein_no_alpha(bench):
+    layers = bench.klein_lora(KLEIN / "lora.safetensors")["transformer"]
+
+    def name_layer(layer):
+        name, rows = flux2_convert.name_transformer(layer.file_name)
+        return f"base_model.model.{name}", rows
+
+    save_pairs(bench.file, {"transformer": layers}, name_layer, np.float32)
+    tensors = {}
+    for key, value in load_file(bench.file).items():  # where each alpha is the rank
+        if not key.endswith(".alpha"):
+            key = key.replace("lora_down", "lora_A").replace("lora_up", "lora_B")
+            tensors[key] = value
+    products = read_klein()["products"]
+    products = {name: x for name, x in products.items() if name.startswith("transformer")}
+    with pytest.warns(UserWarning, match="does not say its alpha: it is added as diffusers does"):
+        assert_adds(bench.klein_lora(make.save(tensors, bench.file)), products)
+
+
+def try_klein_both_names(bench):
+    weight = bench.klein_params["transformer"]["norm_out.linear.weight"]
+    tensors = {
+        "norm_out.linear.lora_A.weight": np.ones((1, len(weight)), np.float32),
+        "norm_out.linear.lora_B.weight": np.ones((weight.shape[1], 1), np.float32),
+        # Where shift and scale are the other way round.
+        "final_layer.adaLN_modulation.1.alpha": np.ones((), np.float32),
+    }
+    bench.klein_lora(make.save(tensors, bench.file))
 
 
 def try_klein_unused(bench):

@@ -9,6 +9,7 @@ import functools
 import math
 import re
 import reprlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,8 @@ OTHER_ADAPTERS = {
     r"^bundle_emb\.": "a LoRA with new words in the same file",
 }
 PEFT_PREFIX = "base_model.model."
-PEFT_CONFIG = "adapter_config.json"
+PEFT_FILE = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"  # beside it
 # How PEFT may start the training of a LoRA without changing the model's own weights. By the other
 # ways, as PiSSA, a LoRA is for a model that only its training had.
 PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -207,16 +209,23 @@ def read_pairs(
     _refuse_other_adapters(file, arrays)
     found, unknown = _sort_arrays(file, arrays, layers)
     if unknown or not found:
-        some = "; ".join(sorted(unknown)[:5]) or "no keys of a LoRA"
+        some = "; ".join(unknown[:5]) or "no keys of a LoRA"
         raise ValueError(
             f"{file} has {len(unknown)} keys that fit nothing in this model: {some}. "
             f"{_made_for(arrays, metadata)}"
         )
     has_alphas = any(keys.alpha for keys in found.values())
     if any(PEFT_PREFIX in key for key in arrays) and not options and not has_alphas:
-        raise ValueError(
-            f"{file} does not say its alpha, which PEFT writes into {PEFT_CONFIG} beside it: get "
-            "that file, too."
+        if file.name == PEFT_FILE:
+            raise ValueError(
+                f"{file} does not say its alpha, which PEFT writes into {PEFT_CONFIG} beside it: "
+                "get that file, too."
+            )
+        warnings.warn(
+            f"{file} does not say its alpha: it is added as diffusers does, as if that were the "
+            f"rank. If it was called {PEFT_FILE}, call it that again, and put {PEFT_CONFIG} "
+            "beside it.",
+            stacklevel=3,
         )
     pairs = {}  # for each part by the weight's name: of each layer, or of None if they are single
     for layer, keys in found.items():
@@ -291,6 +300,8 @@ def _sort_arrays(
         for layer, rows in pieces:
             keys = found.setdefault(layer, Keys())
             other = getattr(keys, kind)
+            if keys != Keys() and keys.rows != rows:  # by another name, which means more layers
+                other = keys.down or keys.up or keys.alpha
             if other:
                 raise ValueError(
                     f"{file} has both {other} and {key}, which are for the same weight: take one "
@@ -303,7 +314,7 @@ def _sort_arrays(
             whole[layer] = keys
         elif keys.down or keys.up:
             unknown.append(f"{keys.down or keys.up} without its other half")
-    return whole, unknown
+    return whole, sorted(set(unknown))  # a key may be for several layers
 
 
 def _read_pair(
@@ -313,33 +324,46 @@ def _read_pair(
     shape: tuple[int, ...],
     metadata: Mapping[str, str],
 ) -> Pair:
-    """Read the two matrices of a layer, and check that their product has the weight's shape."""
+    """Read the two matrices of a layer, whose product has to have the weight's shape."""
     matrices = []
     for key in (keys.down, keys.up):
-        stored = arrays[key]
-        check_numbers(file, stored)
-        matrix = to_channels_last("", np.asarray(stored, np.float32))
-        # Files may have a convolution of one pixel as a matrix, or a matrix as that.
-        if len(shape) == 4 and matrix.ndim == 2:
-            matrix = matrix[None, None]
-        elif len(shape) == 2 and matrix.shape[:-2] == (1, 1):
-            matrix = matrix[0, 0]
-        matrices.append(matrix)
-    pair = Pair(*matrices)
-    product_shape = (*pair.down.shape[:-1], pair.up.shape[-1])
+        check_numbers(file, arrays[key])
+        matrices.append(arrays[key].change(functools.partial(_to_our_axes, axes=len(shape))))
+    down, up = (matrix.shape for matrix in matrices)
     if keys.rows:
         shape = (*shape[:-1], keys.rows.whole(shape[-1]))
-    if product_shape != shape:
+    if (*down[:-1], *up[-1:]) != shape:
         raise ValueError(
-            f"{file} has {keys.down} and its other half for {product_shape}, and this model has "
-            f"{shape}. {_made_for(arrays, metadata)}"
+            f"{file} has {keys.down} and its other half for {(*down[:-1], *up[-1:])}, and this "
+            f"model has {shape}. {_made_for(arrays, metadata)}"
         )
-    if pair.up.shape[-2] != pair.down.shape[-1] or not pair.up.size:
+    rank = down[-1]
+    if up != (*[1] * (len(shape) - 2), rank, shape[-1]) or not rank:
         raise ValueError(
-            f"{file} has {keys.down} as {pair.down.shape}, and its other half as "
-            f"{pair.up.shape}, of two ranks: get it again."
+            f"{file} has {keys.down} as {down}, and its other half as {up}, of two ranks: get it "
+            "again."
         )
-    return pair
+    # A sum with such a product can be any matrix at a rank far below. Layers that are stacked get
+    # the largest rank, so one of them could fill the memory.
+    if rank > max(math.prod(shape[:-1]), shape[-1]):
+        raise ValueError(
+            f"{file} has {keys.down} of rank {rank}, for a weight of {shape}, which is no LoRA's: "
+            "get it from a source that you trust."
+        )
+    return Pair(*(np.asarray(matrix, np.float32) for matrix in matrices))
+
+
+def _to_our_axes(matrix: np.ndarray, axes: int) -> np.ndarray:
+    """Return one half of a pair with our order of axes, and as many of them as the weight has.
+
+    Files may have a convolution of one pixel as a matrix, or a matrix as that.
+    """
+    matrix = to_channels_last("", matrix)
+    if axes == 4 and matrix.ndim == 2:
+        return matrix[None, None]
+    if axes == 2 and matrix.shape[:-2] == (1, 1):
+        return matrix[0, 0]
+    return matrix
 
 
 def _stack_pairs(by_number: Mapping[int | None, Pair], shape: tuple[int, ...]) -> Pair:
@@ -387,7 +411,7 @@ def _read_options(file: Path, metadata: Mapping[str, str]) -> dict:
     options = {}
     if "lora_adapter_metadata" in metadata:
         options = parse_json(metadata["lora_adapter_metadata"], f"{file}, in PEFT's options,")
-    elif file.name == "adapter_model.safetensors" and beside.is_file():
+    elif file.name == PEFT_FILE and beside.is_file():
         options = read_json(beside)
     for name, value in options.items():
         if name.endswith("init_lora_weights") and value not in PLAIN_STARTS:

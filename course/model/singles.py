@@ -74,7 +74,13 @@ def read_arrays(file: Path) -> dict[str, Stored]:
     arrays, _ = read_safetensors(file)
     unwrapped = {}
     for name, value in arrays.items():
-        unwrapped[WRAPPERS.sub("", name).removeprefix("state_dict.")] = value
+        inner = WRAPPERS.sub("", name).removeprefix("state_dict.")
+        if inner in unwrapped:
+            raise ValueError(
+                f"{file} has {inner} twice, as {name} and without what stands around it there: get "
+                "it from a different source."
+            )
+        unwrapped[inner] = value
     return unwrapped
 
 
@@ -201,7 +207,7 @@ def _to_our_axes(
     """Return an array of a file with the axes of ours, or those of its rows that are ours."""
     if rows is not None:
         value = rows.take(value)
-    if value.ndim == 4 and axes == 2:
+    if axes == 2 and value.shape[2:] == (1, 1):
         value = value[:, :, 0, 0]  # the VAE's attention was made of convolutions of one pixel
     if theirs.endswith("text_projection"):
         return value  # of OpenCLIP, where it is no linear layer's weight: the order is ours
@@ -256,7 +262,7 @@ def _read_other_folder(
     taken = {}
     for name, needed in shapes.items():
         value = arrays.get(name)
-        if isinstance(value, Stored) and len(value.shape) == 4 and len(needed.shape) == 2:
+        if isinstance(value, Stored) and value.shape == (1, 1, *needed.shape):
             # The VAE's attention was made of convolutions of one pixel.
             value = value.change(lambda convolution: convolution[0, 0])
         have = "nothing" if value is None else value.shape
