@@ -67,8 +67,9 @@ def check_writable(folder: Path) -> None:
 def writing_to(folder: Path) -> Iterator[None]:
     """Make sure, before long work, that a folder can be written, and that no other run does.
 
-    The folder is made if it is not there, and goes again if nothing was written. On Windows and on
-    disks that know no locks, other runs go unnoticed.
+    The folder is made if it is not there, and goes again if nothing was written. What a run that
+    was killed has half written there goes, too. On Windows and on disks that know no locks, other
+    runs go unnoticed.
 
     Raises
     ------
@@ -79,6 +80,8 @@ def writing_to(folder: Path) -> Iterator[None]:
     check_writable(folder)
     try:
         with locked(folder):
+            for file in folder.rglob("*.[0-9]*.unfinished"):  # of course.model.files.write_whole
+                file.unlink(missing_ok=True)
             yield
     finally:
         if is_new:
@@ -175,18 +178,31 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(interrupted, file=sys.stderr)
         return 130
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
         # JAX is not imported here, as course.doctor runs where it cannot be.
         errors = sys.modules.get("jax.errors")
-        if errors and isinstance(error, errors.JaxRuntimeError):
+        said = str(error)
+        if is_out_of_memory(error):
+            reason = said.split("\n")[0] or "the system gives no more"
+            said = (
+                f"There is not enough memory ({reason}): give smaller sizes, such as a smaller "
+                "batch, or a machine with more."
+            )
+        elif errors and isinstance(error, errors.JaxRuntimeError):
             raise  # nothing that a sentence could explain
-        said = explain_os_error(error) if isinstance(error, OSError) else str(error)
+        elif isinstance(error, OSError):
+            said = explain_os_error(error)
         print(in_one_line(said), file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
         print(interrupted, file=sys.stderr)
         return 128 + next(iter(error.args), signal.SIGINT)
     return status or 0
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that a device, or the machine, has too little memory."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
 def in_one_line(text: str) -> str:

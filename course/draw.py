@@ -42,7 +42,15 @@ from jax.sharding import PartitionSpec as P
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from course.commands import ending_as_ctrl_c, finite, make_parser, positive, run, writing_to
+from course.commands import (
+    ending_as_ctrl_c,
+    finite,
+    is_out_of_memory,
+    make_parser,
+    positive,
+    run,
+    writing_to,
+)
 from course.families import CODE, find_code
 from course.finetune.photos import fit_image, open_image
 from course.model.files import read_json, write_bytes
@@ -190,7 +198,7 @@ def explaining_memory(batch: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise RuntimeError(
             f"{batch} images at a time need more memory than {jax.local_devices()[0]} of "
@@ -231,7 +239,7 @@ def add_pictures(rows: list[dict], file: Path, folder: Path) -> list[dict]:
         If a row names no picture, or there is none that can be read.
     """
     names = read_column(file, "file_name")
-    edits = []
+    edits, hashes = [], {}
     for row in rows:
         name = (names[row["number"]] or "").strip()
         if not name:
@@ -240,22 +248,27 @@ def add_pictures(rows: list[dict], file: Path, folder: Path) -> list[dict]:
                 "file_name."
             )
         picture = (folder / name).absolute()
-        if not picture.is_file():
+        try:
+            is_there = picture.is_file()
+        except OSError:  # that is no name of a file, but a text of more letters
+            is_there = False
+        if not is_there:
             raise RuntimeError(
-                f"Row {row['number']} of {file} edits {picture}, which is not there: correct the "
-                "name, or --edit."
+                f"Row {row['number']} of {file} edits {folder / shorten(name)}, which is not "
+                "there: correct the name, or --edit."
             )
         if not picture.resolve().is_relative_to(folder.resolve()):
             raise RuntimeError(
                 f"Row {row['number']} of {file} edits {picture}, which is outside of {folder}: put "
                 "it there, or correct --edit."
             )
-        try:
-            open_image(picture)
-        except ValueError as error:
-            raise RuntimeError(str(error)) from None
-        edited = f"{name} {sha256(picture.read_bytes()).hexdigest()[:16]}"
-        edits.append(row | {"picture": str(picture), "edited": edited})
+        if picture not in hashes:  # many rows may edit one
+            try:
+                open_image(picture)
+            except ValueError as error:
+                raise RuntimeError(str(error)) from None
+            hashes[picture] = sha256(picture.read_bytes()).hexdigest()[:16]
+        edits.append(row | {"picture": str(picture), "edited": f"{name} {hashes[picture]}"})
     return edits
 
 
@@ -576,7 +589,7 @@ def plan_actors(actors: int | None = None, chips: int | None = None) -> dict[str
 def explain(error: Exception) -> str:
     """Return the sentence in what Ray raises, which has traces of several processes around it."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
-    sentences = re.findall(r"^(?:.*\))?(?:OS|Runtime)Error: (.+)$", text, flags=re.MULTILINE)
+    sentences = re.findall(r"^(?:.*\))?(?:OS|Runtime|Value)Error: (.+)$", text, flags=re.MULTILINE)
     if sentences:
         return sentences[-1]
     if type(error).__name__ == "ExecutionTimeoutError":

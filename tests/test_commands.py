@@ -39,6 +39,18 @@ def raising(error):
         ),
         (ImportError("Ray is not installed."), 1, "Ray is not installed.\n"),
         (RuntimeError("There is no such model."), 1, "There is no such model.\n"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nAnd a table"),
+            1,
+            "There is not enough memory (RESOURCE_EXHAUSTED: Out of memory.): give smaller sizes, "
+            "such as a smaller batch, or a machine with more.\n",
+        ),
+        (
+            MemoryError(),
+            1,
+            "There is not enough memory (the system gives no more): give smaller sizes, such as a "
+            "smaller batch, or a machine with more.\n",
+        ),
         (KeyboardInterrupt(), 130, "Stopped: start it again.\n"),
     ],
 )
@@ -112,6 +124,15 @@ def test_a_folder_goes_again_if_nothing_was_written(tmp_path):
             if is_written:
                 (tmp_path / name / "file").touch()
         assert (tmp_path / name).exists() == is_written
+
+
+def test_what_a_killed_run_has_half_written_goes_when_the_next_one_begins(tmp_path):
+    (tmp_path / "unet").mkdir()
+    half = tmp_path / "unet" / "model.safetensors.4321.unfinished"
+    half.touch()
+    (tmp_path / "mine.unfinished").touch()
+    with commands.writing_to(tmp_path):
+        assert not half.exists() and (tmp_path / "mine.unfinished").exists()
 
 
 def test_too_little_room_is_found_before_writing(tmp_path):

@@ -198,6 +198,11 @@ def test_edits_by_flux2_survive_an_actor_that_dies_and_go_on_with_the_same_bits(
         ("wishes.csv", "prompt,file_name\nblue,b.png\n", "Row 0 of .* edits .*b.png, which is not"),
         (
             "wishes.csv",
+            f"prompt,file_name\nblue,{'make the heart blue ' * 50}\n",
+            r"Row 0 of .* edits .* \.\.\., which is not there: correct the name, or --edit",
+        ),
+        (
+            "wishes.csv",
             f"prompt,file_name\nblue,{__file__}\n",
             r"edits .*test_draw\.py, which is outside of .*: put it there, or correct --edit",
         ),

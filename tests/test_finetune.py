@@ -533,13 +533,15 @@ def test_a_bad_folder_of_images_is_refused_in_a_sentence(folders, tmp_path, how)
 
 
 BAD_COMMANDS = {
-    "a rank of 0": (["--rank", "0"], "rank is 0: choose 1 or more"),
+    "a rank of 0": (["--rank", "0"], "rank is 0: choose 1 to 10000"),
     "nothing new": (
         ["--rehearsed", "8"],
         "8 of 8 examples in a step are rehearsed: leave some for the new",
     ),
     "unknown layers": (["--layers", "text"], "There are no layers 'text': choose attention or all"),
-    "one step": (["--steps", "1"], "steps is 1: choose 2 or more"),
+    "one step": (["--steps", "1"], "steps is 1: choose 2 to 1e+07"),
+    "a batch that no machine holds": (["--batch", "1000000000"], "choose 1 to 10000"),
+    "images that no machine holds": (["--size", "1600000000"], "There is not enough memory ("),
     "saving at no step": (["--save-every", "0"], "save_every is 0: choose 1 or more"),
     "a rate that is no number": (["--rate", "nan"], "rate is nan: choose 0 to 1"),
     "a share of 5": (["--dropped", "5"], "dropped is 5.0: choose 0 to 1"),

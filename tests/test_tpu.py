@@ -279,6 +279,16 @@ def test_a_compiler_that_gives_no_answer_ends_in_a_sentence(monkeypatch, capsys,
     assert said.count("\n") == 1
 
 
+def test_the_compiler_ends_when_nobody_waits_for_its_answer_any_more(monkeypatch):
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr(worker.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(worker.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(worker.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        worker.end_with(7)
+    assert not list(parents)
+
+
 @needs_compiler
 def test_libtpu_held_by_another_process_gives_one_sentence(monkeypatch):
     def refuse(*_, **__):

@@ -100,9 +100,10 @@ class Recipe:
     )
 
     def __post_init__(self) -> None:
-        check_between(1, np.inf, rank=self.rank, batch=self.batch)
+        # No recipe has larger numbers, which would fill the memory before anything is trained.
+        check_between(1, 10**4, rank=self.rank, batch=self.batch)
         # The first step has a rate of 0, and optax needs one more.
-        check_between(2, np.inf, steps=self.steps)
+        check_between(2, 10**7, steps=self.steps)
         check_between(0, np.inf, rehearsed=self.rehearsed)
         # Adam moves a number by about the rate in each step: at 1, none of what it was is left.
         check_between(0, 1, rate=self.rate, word_rate=self.word_rate, dropped=self.dropped)

@@ -206,7 +206,11 @@ def compile_apart(lowered: jax.stages.Lowered, chip: str, timeout: float | None 
         }
         try:
             ended = subprocess.run(
-                [*WORKER, name], env=environment, capture_output=True, text=True, timeout=timeout
+                [*WORKER, name, str(os.getpid())],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(

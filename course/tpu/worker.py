@@ -1,11 +1,13 @@
-"""Compile what `course.tpu.compiler` has written: ``python -m course.tpu.worker FOLDER`` starts it.
+"""Compile what `course.tpu.compiler` has written, which starts this: a folder, and its own number.
 
 It writes what the compiler says into the same folder. If the compiler crashes, this process ends,
-and the one that asked goes on.
+and the one that asked goes on. If the one that asked is killed, this one ends as well.
 """
 
 import json
+import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -52,8 +54,19 @@ def compile_question(folder: Path) -> dict:
     }
 
 
+def end_with(parent: int) -> None:
+    """End this process when the one that asked is gone, and nobody waits for an answer.
+
+    On Windows it is never known to be gone.
+    """
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
     said = compile_question(folder)
     (folder / "answer.json").write_text(json.dumps(said), encoding="utf-8")
 
