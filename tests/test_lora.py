@@ -127,6 +127,24 @@ def test_a_lora_that_is_saved_is_read_again(all_models, loras, name, tmp_path):
     assert make.is_same(found, loras[name])
 
 
+def test_diffusers_draws_the_same_with_a_lora_that_was_trained_here_for_flux2():
+    recorded = np.load(common.FIXTURES / "klein" / "trained.npz")
+    params, config, tokenize = flux2.load(bundled_checkpoint("shapes-flux2").source, "float32")
+    pairs = flux2.read_lora(common.FIXTURES / "klein" / "trained.safetensors", params, config)
+    prompts = [str(prompt) for prompt in recorded["prompts"]]
+    run = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
+
+    def draw(params):
+        ids, mask = tokenize(prompts)
+        noise = common.made_up_input("noise", 2, 16, config.transformer.in_channels)
+        empty = tokenize([""])
+        return 255 * run(params, config, ids, mask, noise, 64, 64, 8, 3.0, empty)
+
+    drawn = draw(merge(params, pairs))
+    assert np.abs(drawn - recorded["images"] / np.float32(257)).max() < 0.02
+    assert np.abs(drawn - draw(params)).max() > 20
+
+
 def test_loras_for_flux2_are_merged_and_beside_the_weights_together(all_models, loras):
     params, config, tokenize = all_models["small-flux2"]
     pairs = loras["klein"]

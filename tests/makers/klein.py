@@ -3,7 +3,8 @@
 For the small FLUX.2 with made-up parameters, PEFT makes a LoRA of random numbers, and diffusers
 saves it, into tests/fixtures/klein. ``recorded.json.gz`` has what it adds to vectors of ones; which
 rows of which array of a single file diffusers takes for each parameter; and what ComfyUI calls the
-layers that a LoRA changes.
+layers that a LoRA changes. ``trained.safetensors`` is a LoRA that ``course.finetune`` trains for
+the bundled model, and ``trained.npz`` has what diffusers draws with it.
 
 It compares as well, and prints how far apart the weights are: our sums with PEFT's, and with those
 of diffusers for the files that are written here, by its readers for the names of kohya and of Black
@@ -19,6 +20,7 @@ import json
 import shutil
 import tempfile
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -35,11 +37,13 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
 from course import flux2
+from course.finetune.__main__ import main as fine_tune
 from course.flux2.convert import name_in_layout, name_transformer
 from course.model.files import to_files
 from course.model.lora import merge, save_pairs
 from course.model.singles import Layout
-from tests.makers.common import FIXTURES, write_json
+from course.shapes import scenes
+from tests.makers.common import CHECKPOINTS, FIXTURES, made_up_input, to_16_bits, write_json
 from tests.makers.pipelines import versions
 from tests.makers.small import write_flux2
 
@@ -68,6 +72,10 @@ ALPHAS = {"transformer_blocks.1.attn.to_v": 5, "single_transformer_blocks.2.attn
 UNNAMED = ("single_stream_modulation.linear", "norm_out.linear")
 SCALE = 0.7
 CLOSE = 1e-5
+# What is drawn with the LoRA that was trained, and how.
+PROMPTS = ["a red bow on a white background", "a blue star on a yellow background"]
+STEPS, GUIDANCE = 8, 3.0
+OPTIONS = "--model shapes-flux2 --rank 2 --steps 60 --batch 8 --rate 5e-3"
 
 
 def save_lora(modules: dict[str, torch.nn.Module], file: Path) -> dict[str, list[float]]:
@@ -258,6 +266,44 @@ def record_rows(config: flux2.Config, params: dict) -> dict[str, dict[str, list]
     return recorded
 
 
+def train_lora(file: Path) -> None:
+    """Train a LoRA as anybody does, by the command."""
+    with tempfile.TemporaryDirectory() as place:
+        bows = Path(place) / "bows"
+        # The small model reads short captions only, so these say no size.
+        examples = [replace(each, size=None) for each in scenes.new_examples("bowtie", 24)]
+        scenes.write_folder(examples, bows)
+        listed = bows / "metadata.jsonl"
+        listed.write_text(listed.read_text().replace("bowtie", "bow"))
+        trained = Path(place) / file.name
+        status = fine_tune([str(bows), str(trained), *OPTIONS.split()])
+        assert status == 0, status
+        shutil.copyfile(trained, file)
+
+
+def draw_trained(file: Path) -> np.ndarray:
+    """Draw with a LoRA by diffusers' pipeline: images of 16 bits for each number."""
+    folder = CHECKPOINTS / "shapes-flux2"
+    config = flux2.read_config(folder)
+    tokenize = flux2.load_tokenizer(folder, config)
+    pipeline = Flux2KleinPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    rows = config.side // config.vae.pixels_per_token
+    noise = made_up_input("noise", len(PROMPTS), rows**2, config.transformer.in_channels)
+    images = pipeline(
+        prompt=PROMPTS,
+        latents=torch.from_numpy(noise).mT.reshape(len(noise), -1, rows, rows),
+        height=config.side,
+        width=config.side,
+        num_inference_steps=STEPS,
+        guidance_scale=GUIDANCE,
+        max_sequence_length=tokenize.max_length,
+        text_encoder_out_layers=config.text_encoder.read_layers,
+        output_type="np",
+    ).images
+    return to_16_bits(images)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -286,6 +332,13 @@ def main() -> None:
     made_by = versions(torch, diffusers, transformers, peft)
     recorded = {"products": products, "rows": rows, "comfyui": sorted(names)}
     write_json(options.folder / "recorded.json.gz", made_by, recorded)
+    trained = options.folder / "trained.safetensors"
+    train_lora(trained)
+    with torch.no_grad():
+        images = draw_trained(trained)
+    np.savez_compressed(
+        trained.with_suffix(".npz"), versions=json.dumps(made_by), prompts=PROMPTS, images=images
+    )
 
 
 if __name__ == "__main__":
