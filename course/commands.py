@@ -179,8 +179,6 @@ def run(
         print(interrupted, file=sys.stderr)
         return 130
     except (ImportError, MemoryError, OSError, RuntimeError, ValueError) as error:
-        # JAX is not imported here, as course.doctor runs where it cannot be.
-        errors = sys.modules.get("jax.errors")
         said = str(error)
         if is_out_of_memory(error):
             reason = said.split("\n")[0] or "the system gives no more"
@@ -188,7 +186,7 @@ def run(
                 f"There is not enough memory ({reason}): give smaller sizes, such as a smaller "
                 "batch, or a machine with more."
             )
-        elif errors and isinstance(error, errors.JaxRuntimeError):
+        elif is_of_jax(error):
             raise  # nothing that a sentence could explain
         elif isinstance(error, OSError):
             said = explain_os_error(error)
@@ -202,7 +200,17 @@ def run(
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error says that a device, or the machine, has too little memory."""
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
+    # Other libraries say the same of a full disk.
+    return isinstance(error, MemoryError) or (
+        is_of_jax(error) and "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
+def is_of_jax(error: Exception) -> bool:
+    """Return whether an error comes from a compiled program, or from its compiler."""
+    # JAX is not imported here, as course.doctor runs where it cannot be.
+    errors = sys.modules.get("jax.errors")
+    return errors is not None and isinstance(error, errors.JaxRuntimeError)
 
 
 def in_one_line(text: str) -> str:

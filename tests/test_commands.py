@@ -46,6 +46,11 @@ def raising(error):
             "such as a smaller batch, or a machine with more.\n",
         ),
         (
+            RuntimeError("No state is saved (RESOURCE_EXHAUSTED: the disk): make room."),
+            1,
+            "No state is saved (RESOURCE_EXHAUSTED: the disk): make room.\n",
+        ),
+        (
             MemoryError(),
             1,
             "There is not enough memory (the system gives no more): give smaller sizes, such as a "
