@@ -70,6 +70,16 @@ def test_six_captions_are_drawn_as_jax_draws_them(page, screenshots):
     page.screenshot(path=screenshots / "index-drawn.png")
 
 
+def test_what_is_drawn_first_stands_there_from_the_start(page):
+    canvas = page.locator("#draw canvas")
+    expect(canvas).to_have_attribute("aria-label", REQUESTS[0][0])
+    recorded = pixels(page)
+    expect(said(page)).to_contain_text(re.compile(r"Draw loads \d+ MB the first time"))
+    page.get_by_role("button", name="Draw").click()
+    expect(said(page)).to_contain_text("Drawn in", timeout=120_000)
+    assert np.abs(pixels(page) - recorded).mean() < 4, "but for what compressing changed"
+
+
 def test_the_chinese_page_draws_and_speaks_chinese(open_page):
     page = open_page("zh-CN/index")
     expect(page.locator("#draw")).to_be_visible()

@@ -149,6 +149,22 @@ def test_a_word_that_is_nowhere_is_not_found(open_page, start, word, said):
     expect(page.locator("#search-results .search-summary")).to_contain_text(said)
 
 
+@pytest.mark.parametrize("name", ["index", "zh-CN/index"])
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (768, 1024), (1280, 720)])
+def test_the_first_screen_has_a_picture_and_three_ways_in(
+    open_page, screenshots, name, width, height
+):
+    page = open_page(name, viewport={"width": width, "height": height})
+    ways = page.locator(".ways-in a")
+    assert ways.count() == 3
+    for part in (page.locator("img.appearing"), *ways.all()):
+        expect(part).to_be_in_viewport(ratio=1)
+    page.screenshot(path=screenshots / f"first-{name.replace('/', '-')}-{width}.png")
+    for own in ("#draw-here", "#start"):
+        page.locator(f".ways-in a[href='{own}']").click()
+        expect(page.locator(own)).to_be_in_viewport()
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_language_can_be_switched_on_every_page(open_page, size):
     page = open_page("notebooks/03_replicate_shard", **SIZES[size])

@@ -173,6 +173,21 @@ function paint(values) {
 
 // ---- The page
 
+// What Draw draws first is among the recorded images, and stands there from the start.
+function showRecorded() {
+  const sliders = [...recorded.querySelectorAll("input")];
+  const [columns, rows] = sliders.map((slider) => slider.dataset.numbers.split(", "));
+  const [column, row] = [columns.indexOf(field.steps.value), rows.indexOf(field.guidance.value)];
+  const [caption, sheet] = [field.caption.value, new Image()];
+  sheet.addEventListener("load", () => {
+    if (running || model) return;
+    const { width, height } = canvas;
+    canvas.getContext("2d").drawImage(sheet, column * width, row * height, width, height, 0, 0, width, height);
+    canvas.setAttribute("aria-label", caption);
+  });
+  sheet.src = here("recorded-0.webp");
+}
+
 function say(text) {
   said.textContent = text;
 }
@@ -252,6 +267,9 @@ async function begin() {
   field.cancel.addEventListener("click", () => running?.abort());
   form.addEventListener("submit", (event) => (event.preventDefault(), submit()));
   compose();
+  showRecorded();
+  const total = Object.values(settings.bytes).reduce((a, b) => a + b, 0);
+  say(t("Draw loads {0} MB the first time.", (total / 1e6).toFixed(0)));
   form.hidden = false;
   recorded.hidden = true;
 }
