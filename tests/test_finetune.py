@@ -208,6 +208,17 @@ def test_a_run_killed_at_any_step_and_resumed_ends_in_the_same_bits(
     assert same(resumed, study())
 
 
+def test_a_full_disk_is_a_sentence_and_the_last_state_stays(study, lesson, tmp_path, monkeypatch):
+    saver = training.Saver(tmp_path, training.describe(lesson[0], RECIPE, lesson[2]))
+    study(saver=saver, until=2)
+    full = SimpleNamespace(free=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(training.shutil, "disk_usage", lambda folder: full)
+        with pytest.raises(RuntimeError, match=r"step 4 cannot be saved \(it has .* free\)"):
+            study(saver=saver, until=4)
+    assert [int(folder.name) for folder in tmp_path.glob("[0-9]*")] == [2]
+
+
 def command(small, folders, file, *more):
     found = [sys.executable, "-m", "course.finetune", folders / "new", file, "--model", small]
     found += ["--rehearse", folders / "old", "--rank", 2, "--batch", 8, "--rehearsed", 2]

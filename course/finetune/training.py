@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -569,11 +570,16 @@ class Saver:
         check_step_is_finite("sum of the LoRA", np.sum(sums), step)
         # All devices have the same state, so the host's copy will do. From the devices' own, Orbax
         # would take a slice of each array from each device, by a program for each shape.
+        state = jax.device_get(state)
+        size = sum(array.nbytes for array in jax.tree.leaves(state))
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(jax.device_get(state)),
-            about=ocp.args.JsonSave(self._about),
+            state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(self._about)
         )
         try:
+            # Of a disk that is full, Orbax's threads print tracebacks before it raises.
+            free = shutil.disk_usage(self._manager.directory).free
+            if size > free:
+                raise OSError(f"it has {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
             self._manager.save(step, args=args, force=True)
         except (OSError, RuntimeError, ValueError) as error:  # as it comes from several libraries
             reason = str(error).strip().split("\n")[0]
