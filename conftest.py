@@ -9,7 +9,7 @@ import nbformat
 import pytest
 
 # The chapters that show how long compiling takes, or what the cache does, compile all themselves.
-SHOW_COMPILING = ("04", "06", "07", "08", "12")
+SHOW_COMPILING = ("00", "04", "06", "07", "08", "11", "12")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 programs = None  # the folder in which the other chapters of a run share compiled programs
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import sys
@@ -69,7 +70,7 @@ def writing_to(folder: Path) -> Iterator[None]:
 
     The folder is made if it is not there, and goes again if nothing was written. What a run that
     was killed has half written there goes, too. On Windows and on disks that know no locks, other
-    runs go unnoticed.
+    runs go unnoticed, and nothing is taken away.
 
     Raises
     ------
@@ -79,9 +80,9 @@ def writing_to(folder: Path) -> Iterator[None]:
     is_new = not folder.exists()
     check_writable(folder)
     try:
-        with locked(folder):
-            for file in folder.rglob("*.[0-9]*.unfinished"):  # of course.model.files.write_whole
-                file.unlink(missing_ok=True)
+        with locked(folder) as is_alone:
+            if is_alone:
+                remove_unfinished(folder)
             yield
     finally:
         if is_new:
@@ -89,25 +90,38 @@ def writing_to(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what ``course.model.files.write_whole`` left in a folder when it was killed."""
+    for file in folder.rglob("*.unfinished"):
+        if re.search(r"\.\d+\.unfinished$", file.name):  # the number of the process
+            file.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, which the system takes back if this process dies."""
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder's lock, which the system takes back if this process dies.
+
+    It gives whether there is a lock.
+    """
     try:
         import fcntl
     except ImportError:  # Windows
-        yield
+        yield False
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a disk without locks
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RuntimeError(
-                    f"Another run is writing to {folder}: wait until it ends, or give a different "
-                    "place."
-                ) from None
-        yield
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(
+                f"Another run is writing to {folder}: wait until it ends, or give a different "
+                "place."
+            ) from None
+        except OSError:  # a disk without locks
+            is_locked = False
+        else:
+            is_locked = True
+        yield is_locked
     finally:
         os.close(handle)
 

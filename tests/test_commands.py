@@ -135,9 +135,11 @@ def test_what_a_killed_run_has_half_written_goes_when_the_next_one_begins(tmp_pa
     (tmp_path / "unet").mkdir()
     half = tmp_path / "unet" / "model.safetensors.4321.unfinished"
     half.touch()
-    (tmp_path / "mine.unfinished").touch()
+    others = [tmp_path / name for name in ("mine.unfinished", "notes.2026-draft.unfinished")]
+    for file in others:
+        file.touch()
     with commands.writing_to(tmp_path):
-        assert not half.exists() and (tmp_path / "mine.unfinished").exists()
+        assert not half.exists() and all(file.exists() for file in others)
 
 
 def test_too_little_room_is_found_before_writing(tmp_path):

@@ -19,8 +19,8 @@ from course.tpu.chips import Chip
 from course.tpu.hlo import Overlap, find_collectives
 from course.tpu.jaxpr import find_products
 from course.tpu.pieces import load_config
-from course.tpu.plan import ask_ways, estimate, make_job, rank
-from course.tpu.plan_file import write_plan
+from course.tpu.plan import ask_ways, bound_of, make_job, rank
+from course.tpu.plan_file import python_of, write_plan
 from course.tpu.records import Exchange, Split, recorded_flops, recorded_splits
 from course.tpu.splits import (
     CONTEXT,
@@ -168,17 +168,17 @@ def test_what_stands_beside_products_hides_an_exchange_that_need_not_wait():
     gather = Exchange("all-gather", is_async=True, number=1, runs=1, bytes=size)
     waits = dataclasses.replace(gather, is_async=False)
     half = Overlap(flops=1e12, beside_exchange=0.5e12)
-    found = estimate(split_of(half, [gather, waits]), flops=8 * 10**12, chips=8)
+    found = bound_of(split_of(half, [gather, waits]), flops=8 * 10**12, chips=8)
     assert (found.computing, found.exchanging) == pytest.approx((10e-3, 20e-3))
     assert found.hidden == pytest.approx(5e-3)  # half of the products are beside it
     assert found.seconds == pytest.approx(25e-3)
     most = Overlap(flops=1e12, beside_exchange=1e12)
-    assert estimate(split_of(most, [waits]), 8 * 10**12, 8).hidden == 0
+    assert bound_of(split_of(most, [waits]), 8 * 10**12, 8).hidden == 0
     # A chip that does more than its share takes longer, and so does one that reads much.
     twice = Overlap(flops=2e12, beside_exchange=0.0)
-    assert estimate(split_of(twice), 8 * 10**12, 8).computing == pytest.approx(20e-3)
+    assert bound_of(split_of(twice), 8 * 10**12, 8).computing == pytest.approx(20e-3)
     reading = split_of(half, least_bytes=30 * 10**9)
-    assert estimate(reading, 8 * 10**12, 8).computing == pytest.approx(30e-3)
+    assert bound_of(reading, 8 * 10**12, 8).computing == pytest.approx(30e-3)
 
 
 def test_groups_of_chips_exchange_by_themselves():
@@ -187,7 +187,7 @@ def test_groups_of_chips_exchange_by_themselves():
     alone = dataclasses.replace(within, chips=1)
     schedule = Overlap(1.0, 0.0)
     seconds = [
-        estimate(split_of(schedule, [each]), 0, 8).exchanging for each in (within, pairs, alone)
+        bound_of(split_of(schedule, [each]), 0, 8).exchanging for each in (within, pairs, alone)
     ]
     # Three quarters over two links; half over the one between two neighbours; nothing.
     assert seconds == pytest.approx([0.75 * 10e-3, 0.5 * 20e-3, 0])
@@ -342,6 +342,7 @@ def test_the_file_of_a_way_draws_what_one_device_draws(model, way, tmp_path):
     job = dataclasses.replace(job, program=dataclasses.replace(job.program, steps=2))
     assert job.why_not(way) == ""
     write_plan(job, way, tmp_path / "draw.py")
+    assert f"MODEL = {model!r}" in (tmp_path / "draw.py").read_text(), "no place on this machine"
     names = runpy.run_path(str(tmp_path / "draw.py"))
     params, config, tokenize = names["load"](find_model(model), jnp.float32)
     drawn = names["draw"](params, config, tokenize, [PROMPT])
@@ -362,7 +363,10 @@ def test_every_way_has_a_file_with_a_mesh_and_a_function_on_it(model, kind, tmp_
     names = runpy.run_path(str(tmp_path / "draw.py"))
     assert dict(names["mesh"].shape) == way.mesh
     assert names["PROMPTS"] == 4
+    text = (tmp_path / "draw.py").read_text()
+    assert f".{way.rules})" in text
     if model == "shapes-flux2":
+        assert f"velocity = {python_of('flux2', splits.flux2_call(way))}" in text
         assert callable(names["velocity"])
     else:
         assert callable(names["attention"]) == (kind == "ring")

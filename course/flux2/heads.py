@@ -90,7 +90,13 @@ def sort_columns(p: dict, config: TransformerConfig, devices: int) -> dict:
     config : TransformerConfig
     devices : int
         Over which heads are split.
+
+    Raises
+    ------
+    ValueError
+        If the devices do not divide the heads.
     """
+    check_whole_heads(config.num_attention_heads, devices, "Tensor parallelism")
     width = config.width
     hidden = int(width * config.mlp_ratio)
     gated = ((hidden, hidden), 2)  # sizes of the parts, and the axis along which they lie

@@ -154,9 +154,10 @@ def ulysses(
 def check_whole_heads(heads: int, devices: int, way: str = "Ulysses") -> None:
     """Raise ``ValueError`` unless each device gets the same number of heads."""
     if heads % devices:
+        other = ", or the way 'ring'" if way == "Ulysses" else ""
         raise ValueError(
             f"{way} gives each device whole heads, and {heads} heads cannot be divided by "
-            f"{devices} devices: choose a number that divides {heads}, or the way 'ring'."
+            f"{devices} devices: choose a number that divides {heads}{other}."
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from course.commands import check_writable, make_parser, positive, run
+from course.commands import make_parser, positive, run, writing_to
 from course.model.attention import ATTENTION
 from course.tpu.answers import Answer, Report
 from course.tpu.chips import tpu_devices
@@ -170,8 +170,9 @@ def print_answer(options: argparse.Namespace, parser: argparse.ArgumentParser) -
 # Plans
 
 PLAN = """\
-Compile a step of denoising for chips that are not there, split over them in each way that the model
-permits, and rank the ways by a bound. What the compiler says is kept in a folder, so that an
+Compile a step of denoising for chips that are not there, split over them in several ways, and rank
+the ways by a bound: with as many groups of chips as there are images, or runs of the model, and
+with all chips together. What the compiler says is kept in a folder, so that an
 interrupted plan goes on where it stopped. There are also a picture that compares the ways, and a
 file that draws in the first of them.
 """
@@ -206,6 +207,9 @@ def plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", default="bfloat16", help="or float32 (%(default)s)")
     parser.add_argument("--only", default="", help="ask only about ways with this in their name")
+    parser.add_argument(
+        "--anew", action="store_true", help="ask again what was recorded with the course"
+    )
     parser.add_argument("--to", type=Path, help="the folder for all of it (plan-MODEL-CHIP-CHIPS)")
     parser.add_argument("--timeout", type=float, help="stop a compilation after so many seconds")
     return parser
@@ -229,15 +233,24 @@ def print_plan(options: argparse.Namespace) -> None:
     )
     name = f"plan-{Path(options.model).name}-{options.chip}-{options.chips}"
     folder = options.to or Path(name)
-    check_writable(folder)
-    answers = ask_ways(job, folder / "answers.json", options.only, options.timeout)
-    estimates = rank(answers.splits, step_flops(job), job.chips)
-    print(say(job, answers, estimates))
-    fitting = [way for way, found in estimates.items() if found.split.report.fits]
-    if not fitting:
-        raise RuntimeError("No way fits that was asked about: give more chips, or fewer pixels.")
-    draw_comparison(job, estimates).savefig(folder / "comparison.png", dpi=150)
-    write_plan(job, fitting[0], folder / "draw.py")
+    with writing_to(folder):
+        answers = ask_ways(
+            job, folder / "answers.json", options.only, options.timeout, options.anew
+        )
+        bounds = rank(answers.splits, step_flops(job), job.chips)
+        print(say(job, answers, bounds))
+        if not bounds:
+            raise RuntimeError(
+                "The compiler answered about no way, see above: give more --timeout, or another "
+                "--only."
+            )
+        fitting = [way for way, bound in bounds.items() if bound.split.report.fits]
+        if not fitting:
+            raise RuntimeError(
+                "No way fits that was asked about: give more chips, or fewer pixels."
+            )
+        draw_comparison(job, bounds).savefig(folder / "comparison.png", dpi=150)
+        write_plan(job, fitting[0], folder / "draw.py")
     print(f"\nFirst is {fitting[0]}: {folder / 'draw.py'} draws so. Also written: comparison.png.")
 
 

@@ -43,7 +43,7 @@ class Job:
 
     @property
     def ways(self) -> list[Way]:
-        """Return all ways for so many images and chips, also those that the model forbids."""
+        """Return the ways for so many images and chips, also those that the model forbids."""
         config = load_config(self.program.model)
         return find_ways(config, self.program.batch, self.chips, self.guided)
 
@@ -256,11 +256,11 @@ def recorded_rows() -> list[dict]:
 # Ranking
 
 
-class Estimate(NamedTuple):
+class Bound(NamedTuple):
     """Seconds that a step takes at least in some way, on a chip."""
 
     split: Split
-    computing: float  #: by FLOPs or by the bytes of parameters, whichever takes longer
+    computing: float  #: by FLOPs, or by the bytes that have to be moved, whichever takes longer
     exchanging: float  #: over the links
     hidden: float  #: of the exchange, what the schedule can hide behind products at most
 
@@ -276,7 +276,7 @@ def step_flops(job: Job) -> int:
     return sum(count * product.flops for product, count in products.items())
 
 
-def estimate(split: Split, flops: int, chips: int, one_way: bool = False) -> Estimate:
+def bound_of(split: Split, flops: int, chips: int, one_way: bool = False) -> Bound:
     """Return the bounds for one way.
 
     Parameters
@@ -301,7 +301,7 @@ def estimate(split: Split, flops: int, chips: int, one_way: bool = False) -> Est
         for exchanges in (split.exchanges, may_wait)
     )
     beside = report.schedule.beside_exchange / max(report.schedule.flops, 1)
-    return Estimate(split, computing, exchanging, min(may_hide, beside * computing))
+    return Bound(split, computing, exchanging, min(may_hide, beside * computing))
 
 
 def chips_together(split: Split) -> int:
@@ -309,26 +309,26 @@ def chips_together(split: Split) -> int:
     return list(split.mesh.values())[-1] if split.mesh else 1
 
 
-def rank(found: Mapping[Way, Split], flops: int, chips: int) -> dict[Way, Estimate]:
+def rank(found: Mapping[Way, Split], flops: int, chips: int) -> dict[Way, Bound]:
     """Return the bounds for all ways that fit, the shortest time first, and then for the others."""
-    estimates = {}
+    bounds = {}
     for way, split in found.items():
         if split.report.work is not None:
-            estimates[way] = estimate(split, flops, chips, way.goes_one_way)
+            bounds[way] = bound_of(split, flops, chips, way.goes_one_way)
 
     def order(way: Way) -> tuple[bool, float]:
-        return not estimates[way].split.report.fits, estimates[way].seconds
+        return not bounds[way].split.report.fits, bounds[way].seconds
 
-    return {way: estimates[way] for way in sorted(estimates, key=order)}
+    return {way: bounds[way] for way in sorted(bounds, key=order)}
 
 
 # Showing
 
 
-def table_of(estimates: Mapping[Way, Estimate]) -> str:
+def table_of(bounds: Mapping[Way, Bound]) -> str:
     """Return the ways, as they are ranked, with memory on each chip and the bounds, as a table."""
     rows = []
-    for way, found in estimates.items():
+    for way, found in bounds.items():
         held = (found.split.parameters, found.split.report.memory.total)
         seconds = (found.computing, found.exchanging, found.hidden, found.seconds)
         rows.append(
@@ -343,13 +343,13 @@ def table_of(estimates: Mapping[Way, Estimate]) -> str:
     return table(rows, header)
 
 
-def table_of_exchange(estimates: Mapping[Way, Estimate]) -> str:
+def table_of_exchange(bounds: Mapping[Way, Bound]) -> str:
     """Return how often each collective runs in a step, and the megabytes, as a table.
 
     They are those of its results on a chip, and of what a chip receives for these.
     """
     rows = []
-    for way, found in estimates.items():
+    for way, found in bounds.items():
         split = found.split
         kinds = {}
         for each in split.exchanges:
@@ -369,16 +369,16 @@ def table(rows: list[list], header: list[str], texts: int = 1) -> str:
     return tabulate(rows, header, "simple", colalign=alignment, disable_numparse=True)
 
 
-def name_of(way: Way, found: Estimate) -> str:
+def name_of(way: Way, found: Bound) -> str:
     """Return what a way is called where it is shown."""
     return str(way) if found.split.report.fits else f"{way} (does not fit)"
 
 
-def draw_comparison(job: Job, estimates: Mapping[Way, Estimate]) -> Figure:
+def draw_comparison(job: Job, bounds: Mapping[Way, Bound]) -> Figure:
     """Draw a bar for each way: computing, and what of the exchange is not hidden."""
-    figure = Figure(figsize=(9, 1.6 + 0.4 * len(estimates)), layout="constrained")
+    figure = Figure(figsize=(9, 1.6 + 0.4 * len(bounds)), layout="constrained")
     axes = figure.subplots()
-    for way, found in estimates.items():
+    for way, found in bounds.items():
         name = name_of(way, found)
         computing, open_exchange = 1e3 * found.computing, 1e3 * (found.exchanging - found.hidden)
         axes.barh(name, computing, color="C0")
@@ -394,19 +394,25 @@ def draw_comparison(job: Job, estimates: Mapping[Way, Estimate]) -> Figure:
     return figure
 
 
-def say(job: Job, answers: Answers, estimates: Mapping[Way, Estimate]) -> str:
+def say(job: Job, answers: Answers, bounds: Mapping[Way, Bound]) -> str:
     """Return the plan as a page of text."""
     blocks = [f"{job}."]
-    if estimates:
-        blocks.append(table_of(estimates))
+    if bounds:
+        blocks.append(table_of(bounds))
         blocks.append(
             "These are bounds, and no estimates of the time: each product at the chip's peak, each "
             "byte at the\nfull speed of a link. What is hidden is what the compiler placed beside "
             "products, at most."
         )
-        if any(found.split.exchanges for found in estimates.values()):
-            blocks.append(table_of_exchange(estimates))
+        if any(found.split.exchanges for found in bounds.values()):
+            blocks.append(table_of_exchange(bounds))
         blocks.append(rest_of_model(job))
+        reports = [bound.split.report for bound in bounds.values()]
+        said = {
+            f"libtpu {each.versions['libtpu']} with jax {each.versions['jax']}, on {each.date}"
+            for each in reports
+        }
+        blocks.append(f"The compiler was {'; '.join(sorted(said))}.")
     refused = {
         way: split.report.verdict
         for way, split in answers.splits.items()

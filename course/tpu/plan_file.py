@@ -1,4 +1,4 @@
-"""Write a plan's way to split as a file of Python that draws: ``python FILE PROMPT IMAGE``."""
+"""Write a plan's way to split as a file of Python that draws: ``python FILE PROMPT … FOLDER``."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from course import flux2
 from course.tpu.pieces import FLUX2_GUIDANCE, load_config
 from course.tpu.plan import Job
 from course.tpu.splits import TENSOR_BY_HAND, Call, Way, flux2_call, sd_call
-from helpers.models import MODELS
+from helpers.models import MODELS, bundled_names
 
 SD_GUIDANCE = 7.5
 PLAIN = '"plain"'
@@ -166,12 +166,14 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
     """
     program = job.program
     model = HUB_IDS.get(program.model, program.model)
+    if model not in bundled_names() and Path(model).is_dir():
+        model = str(Path(model).absolute())  # so the file can be started in any folder
     values = {
         "title": str(job),
         "way": way,
         "name": file.name,
         "more": " …" if program.batch > 1 else "",
-        "model": json.dumps(model),
+        "model": repr(model),
         "batch": program.batch,
         "height": program.height,
         "width": program.width,

@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import functools
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import jax
 from tabulate import tabulate
 
+from course.model.files import write_bytes
 from course.tpu.answers import Answer, Memory, Report, Times, Work
 from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.compiler import ask_compiler, versions
@@ -71,10 +71,7 @@ def read_rows(file: Path) -> list[dict]:
 def write_rows(file: Path, rows: Iterable[dict]) -> None:
     """Write rows whole or not at all, so that an interruption leaves nothing half-written."""
     lines = ",\n".join(json.dumps(row) for row in rows)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    partial.replace(file)
+    write_bytes(file, f"[\n{lines}\n]\n".encode())
 
 
 def read_answers(rows: Iterable[dict]) -> list[Answer]:

@@ -85,10 +85,11 @@ def sharing_kinds(config: Config) -> tuple[str, ...]:
 
 
 def find_ways(config: Config, images: int, chips: int, guided: bool) -> list[Way]:
-    """List the ways to split a step for so many images over so many chips.
+    """List ways to split a step for so many images over so many chips.
 
-    First are those in which most groups have something of their own, and last all chips share
-    everything. Some may not fit the model, see `check_way`.
+    There are as many groups of chips as have a run of the model of their own, as many as have an
+    image of their own, and one. First are those in which most groups have something of their own,
+    and last all chips share everything. Some may not fit the model, see `check_way`.
     """
     runs = 2 * images if guided else images
     numbers = {math.gcd(images, chips), math.gcd(runs, chips), 1}

@@ -1,6 +1,6 @@
 // Draws with the bundled checkpoint in the reader's browser. The model is chapter 11's, exported to ONNX; everything
 // around it is here: tokens, noise, the steps of DDIM, and the page. Before Draw is pressed, this script loads only
-// settings.json.
+// settings.json and one sheet of recorded images.
 
 // The page's own language: texts by the English ones, {0} and so on being what is put in.
 const words = JSON.parse(document.getElementById("draw-texts").textContent);

@@ -22,7 +22,7 @@ EXAMPLES = 424  # images that are trained on, and their captions; a step takes a
 # Of FLUX.2 a caption takes 8 MB, and so there are as many as own images have, and one for others.
 CAPTIONS = 26
 # Model, layers, rank, side of the images, batch, remat and attention. Of each, the usual recipe is
-# last, as course.finetune has it if no option says otherwise.
+# last, as course.finetune has it if no option says otherwise; of Stable Diffusion it has rank 4.
 QUESTIONS = [
     ("sdxl", "attention", 8, 1024, 1, True, "flash"),
     ("sd", "all", 8, 512, 4, False, "flash"),
@@ -36,9 +36,6 @@ QUESTIONS = [
     ("flux2", "attention", 16, 512, 1, True, "automatic"),
     ("flux2", "attention", 16, 512, 1, False, "automatic"),
     ("flux2", "attention", 16, 512, 4, True, "automatic"),
-    ("flux2", "attention", 16, 1024, 1, True, "automatic"),
-    ("flux2", "attention", 16, 1024, 1, False, "automatic"),
-    ("flux2", "attention", 16, 1024, 4, True, "automatic"),
 ]
 
 
