@@ -8,8 +8,9 @@ import tempfile
 import nbformat
 import pytest
 
-# The chapters that show how long compiling takes, or what the cache does, compile all themselves.
-SHOW_COMPILING = ("00", "04", "06", "07", "08", "11", "12")
+# Chapters that show how long compiling takes, or what the cache does, compile all themselves; and so
+# do those that train, because to keep a large program takes memory, of which Binder has little.
+WITHOUT_CACHE = ("00", "04", "06", "07", "08", "11", "12", "14", "15")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 programs = None  # the folder in which the other chapters of a run share compiled programs
 
@@ -65,7 +66,7 @@ def pytest_runtest_call(item):
     if not is_chapter(item.path):
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
-        if not item.path.name.startswith(SHOW_COMPILING) and CACHE not in os.environ:
+        if not item.path.name.startswith(WITHOUT_CACHE) and CACHE not in os.environ:
             patch.setenv(CACHE, programs)
         try:
             return (yield)
