@@ -8,8 +8,8 @@ import tempfile
 import nbformat
 import pytest
 
-# Chapters that show how long compiling takes, or what the cache does, compile all themselves; and so
-# do those that train, because to keep a large program takes memory, of which Binder has little.
+# Chapters that show how long compiling takes, or what the cache does, compile all themselves. So do
+# those that train, because to keep a large program takes memory, of which Binder has little.
 WITHOUT_CACHE = ("00", "04", "06", "07", "08", "11", "12", "14", "15")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 programs = None  # the folder in which the other chapters of a run share compiled programs

@@ -75,7 +75,7 @@ def here(monkeypatch):
     """Let the compiler run in this process, which has loaded JAX and libtpu already."""
 
     def compile_here(command, **_):
-        folder = Path(command[-1])
+        folder = Path(command[-2])  # the last is the number of the process that asks
         (folder / "answer.json").write_text(json.dumps(worker.compile_question(folder)))
         return SimpleNamespace(returncode=0)
 
