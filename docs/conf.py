@@ -111,6 +111,9 @@ napoleon_type_aliases = {
     "ScheduleConfig": "~course.sd.configs.ScheduleConfig",
     "Tokenizer": "~course.sd.tokenizer.Tokenizer",
     "Scene": "~course.shapes.scenes.Scene",
+    "Job": "~course.tpu.plan.Job",
+    "Split": "~course.tpu.records.Split",
+    "Way": "~course.tpu.splits.Way",
 }
 # And what the docstrings of course.flux2 call by the same names.
 FLUX2_ALIASES = {
