@@ -160,6 +160,7 @@ epub_basename = "stable-diffusion-in-jax"
 epub_css_files = []
 epub_show_urls = "no"
 epub_tocdup = False
+epub_tocscope = "includehidden"  # the pages' lists of contents are hidden
 epub_use_index = False
 
 
