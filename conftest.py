@@ -1,7 +1,6 @@
 """How pytest executes chapters by its plugin nbmake: ``pytest --nbmake notebooks/``."""
 
 import os
-import shutil
 import sys
 import tempfile
 
@@ -12,7 +11,10 @@ import pytest
 # those that train, because to keep a large program takes memory, of which Binder has little.
 WITHOUT_CACHE = ("00", "04", "06", "07", "08", "11", "12", "14", "15")
 CACHE = "JAX_COMPILATION_CACHE_DIR"
-programs = None  # the folder in which the other chapters of a run share compiled programs
+# The folder in which others of a run share compiled programs. Workers inherit its name.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    PROGRAMS = tempfile.TemporaryDirectory(prefix="programs-")
+    os.environ["PROGRAMS_OF_RUN"] = PROGRAMS.name
 
 
 def is_chapter(path) -> bool:
@@ -20,20 +22,8 @@ def is_chapter(path) -> bool:
 
 
 def pytest_configure(config):
-    global programs
     # Otherwise the order of a set of words, which some outputs show, would change with every run.
     os.environ.setdefault("PYTHONHASHSEED", "0")
-    programs = getattr(config, "workerinput", {}).get("programs") or tempfile.mkdtemp()
-
-
-@pytest.hookimpl(optionalhook=True)  # of xdist
-def pytest_configure_node(node):
-    node.workerinput["programs"] = programs
-
-
-def pytest_unconfigure(config):
-    if not hasattr(config, "workerinput"):
-        shutil.rmtree(programs, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -67,7 +57,7 @@ def pytest_runtest_call(item):
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
         if not item.path.name.startswith(WITHOUT_CACHE) and CACHE not in os.environ:
-            patch.setenv(CACHE, programs)
+            patch.setenv(CACHE, os.environ["PROGRAMS_OF_RUN"])
         try:
             return (yield)
         finally:

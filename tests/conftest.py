@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import zipfile
 from contextlib import contextmanager
@@ -41,8 +40,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit all of this
     # chapters, which pytest executes in a session of their own, run what readers run.
     os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     # What one worker compiles, the others and the processes that tests start need not.
-    CACHE = tempfile.TemporaryDirectory(prefix="programs-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = os.environ["PROGRAMS_OF_RUN"]
 helpers.simulate_devices(8)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 diffusers.logging.set_verbosity_error()
