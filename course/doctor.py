@@ -148,7 +148,7 @@ def check_hub() -> Iterator[str]:
         yield f"The token for the Hub cannot be read ({error}): set HF_HOME to another folder"
 
 
-def check_room() -> Iterator[str]:
+def check_memory_and_disk() -> Iterator[str]:
     """Print how much memory and disk is free; too little, or a read-only disk, is a problem."""
     import jax
     import psutil
@@ -184,7 +184,7 @@ def print_page(_: argparse.Namespace) -> int:
     """Print what all checks say, and return the exit status: 1 if there is a problem, else 0."""
     problems = [*check_packages(), *check_jax()]
     print()
-    checks = [check_devices, check_checkpoints, check_hub, check_room]
+    checks = [check_devices, check_checkpoints, check_hub, check_memory_and_disk]
     if "jax" not in sys.modules:
         checks = []  # they all need it
     for check in checks:

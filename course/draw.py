@@ -385,7 +385,7 @@ def image_name(number: int) -> str:
     return f"{number:07d}.png"
 
 
-def describe(rows: Rows, settings: Settings) -> list[dict[str, str]]:
+def describe_images(rows: Rows, settings: Settings) -> list[dict[str, str]]:
     """Return what each image of a batch follows from: this is written into its file."""
     keys = np.asarray(jax.random.key_data(image_keys(settings.seed, rows["number"])))
     texts = []
@@ -412,7 +412,7 @@ def to_png(image: np.ndarray, texts: dict[str, str]) -> bytes:
 def write_pngs(rows: Rows, folder: Path, settings: Settings) -> None:
     """Write a file for each image of a batch."""
     for number, image, texts in zip(
-        rows["number"], rows["image"], describe(rows, settings), strict=True
+        rows["number"], rows["image"], describe_images(rows, settings), strict=True
     ):
         write_bytes(folder / image_name(number), to_png(image, texts))
 
@@ -429,7 +429,7 @@ def read_texts(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
             raise RuntimeError(f"{file} cannot be read ({error}): remove it.") from None
 
 
-def read_settings(folder: Path) -> dict[str, str] | None:
+def read_kept_settings(folder: Path) -> dict[str, str] | None:
     """Return the settings that a folder was made with; None if it has no ``settings.json``."""
     file = folder / SETTINGS_FILE
     if not file.is_file():
@@ -467,7 +467,7 @@ def find_missing(folder: Path, rows: list[dict], settings: Settings) -> list[dic
     for row in rows:
         expected[str(row["number"])] = {name: row.get(name) for name in ("prompt", "edited")}
     images = list(read_texts(folder))
-    kept = read_settings(folder)
+    kept = read_kept_settings(folder)
     own = settings.texts()
     if images and kept is not None:  # without images, a run that drew nothing has left them
         check_same(folder / SETTINGS_FILE, kept, own)

@@ -90,7 +90,7 @@ def test_a_repair_fits_to_how_the_course_came_here(tmp_path):
 def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
-    (problem,) = doctor.check_room()
+    (problem,) = doctor.check_memory_and_disk()
     assert problem.endswith(
         "hub cannot be written (Not a directory): set HF_HOME to a folder that can be"
     )
@@ -98,7 +98,7 @@ def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):
 
 def test_too_little_room_is_a_problem(monkeypatch):
     monkeypatch.setattr(doctor, "LEAST_FREE", 2**60)
-    memory, disk = doctor.check_room()
+    memory, disk = doctor.check_memory_and_disk()
     assert memory == "Less than 2 GiB of memory is free: shut down other kernels"
     assert disk.startswith("Less than 2 GiB of disk is free for ")
 

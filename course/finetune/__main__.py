@@ -112,7 +112,7 @@ def read_recipe(options: argparse.Namespace, config: Config) -> Recipe:
     return dataclasses.replace(usual_recipe(config), **given)
 
 
-def check_options(options: argparse.Namespace) -> None:
+def check_arguments(options: argparse.Namespace) -> None:
     """Raise ``ValueError`` if options are out of range or do not go together."""
     check_between(1, np.inf, save_every=options.save_every)
     check_between(0, np.inf, prior_weight=options.prior_weight)
@@ -165,7 +165,7 @@ def check_model(options: argparse.Namespace, config: Config, recipe: Recipe) -> 
 
 def fine_tune(options: argparse.Namespace) -> None:
     """Do what the command does."""
-    check_options(options)
+    check_arguments(options)
     folder = options.state or options.file.with_suffix(".state")
     check_writable(options.file.absolute().parent)
     with writing_to(folder):

@@ -15,9 +15,9 @@ from course.model.files import Rows
 from course.model.lora import (
     Layer,
     Pair,
-    Piece,
+    Target,
     model_layers,
-    name_pieces,
+    name_targets,
     read_pairs,
     save_pairs,
 )
@@ -57,7 +57,7 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
     return read_pairs(file, params, name_layers(params, config))
 
 
-def name_layers(params: dict, config: Config) -> dict[str, list[Piece]]:
+def name_layers(params: dict, config: Config) -> dict[str, list[Target]]:
     """Return all layers of a model by all names that LoRA files have for them, as flat names."""
 
     def name_layer(layer: Layer) -> list[tuple[str, Rows | None]]:
@@ -77,7 +77,7 @@ def name_layers(params: dict, config: Config) -> dict[str, list[Piece]]:
                 name = layer.name.replace("*", str(number)).removesuffix(".weight")
                 unused.append(layer._replace(number=number, file_name=name))
     prefixes = {part: (*PREFIXES[part], *PARTS.get(part, ())) for part in params}
-    return name_pieces([*layers, *unused], prefixes, name_layer, frozenset(unused))
+    return name_targets([*layers, *unused], prefixes, name_layer, frozenset(unused))
 
 
 def save_lora(

@@ -76,14 +76,14 @@ def encode_text(p: dict, config: TextConfig, ids: jax.Array, mask: jax.Array) ->
     causal = np.tri(tokens, dtype=bool)
     visible = causal & mask.astype(bool)[:, None, None, :]
 
-    def split_heads(x: jax.Array) -> jax.Array:
+    def to_heads(x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, config.head_dim)
 
     def layer(x: jax.Array, p: dict) -> tuple[jax.Array, jax.Array]:
         y = rms_norm(p, "input_layernorm", x, epsilon)
-        query = split_heads(linear(p, "self_attn.q_proj", y))
-        key = split_heads(linear(p, "self_attn.k_proj", y))
-        value = split_heads(linear(p, "self_attn.v_proj", y))
+        query = to_heads(linear(p, "self_attn.q_proj", y))
+        key = to_heads(linear(p, "self_attn.k_proj", y))
+        value = to_heads(linear(p, "self_attn.v_proj", y))
         query = rotate(rms_norm(p, "self_attn.q_norm", query, epsilon), rotation)
         key = rotate(rms_norm(p, "self_attn.k_norm", key, epsilon), rotation)
         # Several heads of queries share one of keys and values (grouped-query attention).

@@ -265,9 +265,9 @@ def single_block(
     hidden = int(config.width * config.mlp_ratio)
     ends = np.cumsum([config.width, config.width, config.width, hidden])
     query, key, value, mlp_gate, mlp_value = jnp.split(y, ends, axis=-1)
-    query = rms_norm(p, "attn.norm_q", split_heads(query, config), config.eps)
-    key = rms_norm(p, "attn.norm_k", split_heads(key, config), config.eps)
-    value = split_heads(value, config)
+    query = rms_norm(p, "attn.norm_q", to_heads(query, config), config.eps)
+    key = rms_norm(p, "attn.norm_k", to_heads(key, config), config.eps)
+    value = to_heads(value, config)
     seen = attention(rotate(query, rotation), rotate(key, rotation), value, attend)
     both = jnp.concatenate([seen, swiglu(mlp_gate, mlp_value)], axis=-1)
     return x + gate * add_up(linear(p, "attn.to_out", both))
@@ -306,10 +306,10 @@ def feed_forward(p: dict, name: str, x: jax.Array) -> jax.Array:
 
 
 def heads(p: dict, name: str, x: jax.Array, config: TransformerConfig) -> jax.Array:
-    return split_heads(linear(p, name, x), config)
+    return to_heads(linear(p, name, x), config)
 
 
-def split_heads(x: jax.Array, config: TransformerConfig) -> jax.Array:
+def to_heads(x: jax.Array, config: TransformerConfig) -> jax.Array:
     """From (batch, tokens, heads * channels) to (batch, tokens, heads, channels)."""
     return x.reshape(*x.shape[:2], config.num_attention_heads, config.attention_head_dim)
 

@@ -109,7 +109,7 @@ class Layer(NamedTuple):
     file_name: str  # what files of diffusers call the layer
 
 
-class Piece(NamedTuple):
+class Target(NamedTuple):
     """What a layer of a file is in a model: a layer, or one of several that the file has as one."""
 
     layer: Layer
@@ -122,7 +122,7 @@ class Keys(NamedTuple):
     down: str = ""
     up: str = ""
     alpha: str = ""
-    rows: Rows | None = None  # as of ``Piece``
+    rows: Rows | None = None  # as of ``Target``
 
 
 def model_layers(params: Mapping[str, Mapping[str, Any]]) -> list[Layer]:
@@ -138,12 +138,12 @@ def model_layers(params: Mapping[str, Mapping[str, Any]]) -> list[Layer]:
     return layers
 
 
-def name_pieces(
+def name_targets(
     layers: Iterable[Layer],
     prefixes: Mapping[str, Sequence[str]],
     name_layer: Callable[[Layer], Iterable[tuple[str, Rows | None]]],
     unused: Collection[Layer] = (),
-) -> dict[str, list[Piece]]:
+) -> dict[str, list[Target]]:
     """Return what files may call layers, as flat names, and what each name means.
 
     Parameters
@@ -158,26 +158,26 @@ def name_pieces(
     unused : collection of Layer
         Those that no image depends on: their names mean nothing.
     """
-    pieces = {}
+    targets = {}
     bare = {}  # by a name without the part's, what it means in each part
     for layer in layers:
         names = {flat_name(name): rows for name, rows in name_layer(layer)}
         for name, rows in names.items():
-            piece = [] if layer in unused else [Piece(layer, rows)]
+            target = [] if layer in unused else [Target(layer, rows)]
             for prefix in prefixes[layer.part]:
                 prefix = flat_name(prefix).removesuffix("_")
-                pieces.setdefault(f"{prefix}_{name}", []).extend(piece)
-            bare.setdefault(name, {}).setdefault(layer.part, []).extend(piece)
+                targets.setdefault(f"{prefix}_{name}", []).extend(target)
+            bare.setdefault(name, {}).setdefault(layer.part, []).extend(target)
     for name, by_part in bare.items():
         if len(by_part) == 1:  # both text encoders of Stable Diffusion XL have the same names
-            (pieces[name],) = by_part.values()
-    return pieces
+            (targets[name],) = by_part.values()
+    return targets
 
 
 def read_pairs(
     file: str | Path,
     params: Mapping[str, Mapping[str, Any]],
-    layers: Mapping[str, Sequence[Piece]],
+    layers: Mapping[str, Sequence[Target]],
 ) -> dict[str, dict[str, Pair]]:
     """Read a LoRA file for a model.
 
@@ -287,17 +287,17 @@ def _split_key(key: str) -> tuple[str, str]:
 
 
 def _sort_arrays(
-    file: Path, arrays: Mapping[str, Stored], layers: Mapping[str, Sequence[Piece]]
+    file: Path, arrays: Mapping[str, Stored], layers: Mapping[str, Sequence[Target]]
 ) -> tuple[dict[Layer, Keys], list[str]]:
     """Return, for each layer, the keys of its halves and alpha; and the keys that fit nothing."""
     found, unknown = {}, []
     for key, array in arrays.items():
         name, kind = _split_key(key)
-        pieces = layers.get(flat_name(name))
-        if pieces is None or (kind == "alpha" and math.prod(array.shape) != 1):
+        targets = layers.get(flat_name(name))
+        if targets is None or (kind == "alpha" and math.prod(array.shape) != 1):
             unknown.append(key)
             continue
-        for layer, rows in pieces:
+        for layer, rows in targets:
             keys = found.setdefault(layer, Keys())
             other = getattr(keys, kind)
             if keys != Keys() and keys.rows != rows:  # by another name, which means more layers

@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from course.model.lora import Layer, Pair, Piece, model_layers, name_pieces, read_pairs, save_pairs
+from course.model.lora import (
+    Layer,
+    Pair,
+    Target,
+    model_layers,
+    name_targets,
+    read_pairs,
+    save_pairs,
+)
 from course.sd.configs import Config
 from course.sd.convert import PREFIXES, name_unet
 
@@ -65,7 +73,7 @@ def read_lora(file: str | Path, params: dict, config: Config) -> dict[str, dict[
     return read_pairs(file, params, name_layers(params, config))
 
 
-def name_layers(params: dict, config: Config) -> dict[str, list[Piece]]:
+def name_layers(params: dict, config: Config) -> dict[str, list[Target]]:
     """Return all layers of a model by all names that LoRA files have for them, as flat names.
 
     Programs differ in what they call a part, and in which names of layers they have: those of
@@ -80,7 +88,7 @@ def name_layers(params: dict, config: Config) -> dict[str, list[Piece]]:
         return [(name, None) for name in names]
 
     prefixes = {part: (*PREFIXES[part], *PARTS.get(part, ())) for part in params}
-    return name_pieces(model_layers(params), prefixes, name_layer)
+    return name_targets(model_layers(params), prefixes, name_layer)
 
 
 def old_and_new_names(layer: str) -> list[str]:
