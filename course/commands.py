@@ -156,7 +156,7 @@ def run(
     parser: argparse.ArgumentParser,
     function: Callable[[argparse.Namespace], int | None],
     arguments: Sequence[str] | None = None,
-    interrupted: str = "Interrupted.",
+    interrupted: str = "Interrupted: start the same again.",
 ) -> int:
     """Run a command, and turn an error that somebody can put right into a sentence on stderr.
 
@@ -179,8 +179,11 @@ def run(
         143 if the process was told to end, as shells have it. (If the arguments are wrong, argparse
         exits with 2.)
     """
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # what an old terminal cannot show must not stop work
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed before Python started
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):  # what an old terminal cannot show must not stop work
             stream.reconfigure(errors="backslashreplace")
     options = parser.parse_args(arguments)
     try:
@@ -241,12 +244,22 @@ def in_one_line(text: str) -> str:
 def ending_as_ctrl_c() -> Iterator[None]:
     """Let a process that is told to end do so as after Ctrl-C: when its machine is shut down.
 
-    The ``KeyboardInterrupt`` has the number of the signal.
+    The ``KeyboardInterrupt`` has the number of the signal. Where Python drops it, as it drops all
+    errors of ``__del__`` and of what is called when garbage is collected, it comes once more.
     """
 
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(number)
 
+    def come_again(dropped: Any) -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt) and hasattr(signal, "pthread_kill"):
+            number = next(iter(dropped.exc_value.args), signal.SIGINT)
+            main = threading.main_thread().ident
+            threading.Timer(0.1, signal.pthread_kill, (main, number)).start()
+        else:
+            hook(dropped)
+
+    hook, sys.unraisablehook = sys.unraisablehook, come_again
     before = {}
     is_main = threading.current_thread() is threading.main_thread()  # no other gets signals
     for name in ("SIGTERM", "SIGHUP") if is_main else ():  # Windows has no SIGHUP
@@ -257,5 +270,6 @@ def ending_as_ctrl_c() -> Iterator[None]:
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

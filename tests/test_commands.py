@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -95,15 +96,42 @@ def test_a_process_that_is_told_to_end_says_what_to_do(name, capsys):
         signal.signal(number, before)
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking them.")
+def test_a_signal_that_comes_where_python_drops_errors_is_not_lost(name, capsys):
+    number = getattr(signal, name)
+
+    class Told:
+        def __del__(self):
+            os.kill(os.getpid(), number)
+
+    def function(options):
+        told = Told()
+        del told
+        time.sleep(10)
+
+    assert run(function) == 128 + number
+    assert capsys.readouterr().err == "Stopped: start it again.\n"
+
+
+SCRIPT = (
+    "from course import commands\n"
+    "parser = commands.make_parser('course.example', '')\n"
+    "function = lambda options: print('a line\\n' * 10**5)\n"
+    "raise SystemExit(commands.run(parser, function, interrupted='Start it again.'))\n"
+)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="That is how shells of other systems close it.")
+def test_a_command_works_where_nothing_can_be_printed():
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", SCRIPT]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True)
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
 def test_a_command_whose_output_nobody_reads_says_what_to_do():
-    code = (
-        "from course import commands\n"
-        "parser = commands.make_parser('course.example', '')\n"
-        "function = lambda options: print('a line\\n' * 10**5)\n"
-        "raise SystemExit(commands.run(parser, function, interrupted='Start it again.'))\n"
-    )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     process.stdout.readline()
     process.stdout.close()

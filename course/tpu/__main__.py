@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments[:1] == ["plan"]:
-        return run(plan_parser(), print_plan, arguments[1:], "Interrupted: start the same again.")
+        return run(plan_parser(), print_plan, arguments[1:])
     parser = tpu_parser()
     return run(parser, partial(print_answer, parser=parser), arguments)
 
