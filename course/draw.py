@@ -318,6 +318,8 @@ def _read_cells(file: Path, name: str) -> Iterator[Any]:
         table = csv.DictReader(io.StringIO(text, newline=""), delimiter=",\t"[suffix == ".tsv"])
         if name not in (table.fieldnames or ()):
             raise ValueError(f"its columns are {table.fieldnames}, and none is called {name!r}")
+        if table.fieldnames.count(name) > 1:
+            raise ValueError(f"two of its columns are called {name!r}, so take one out")
         for row in table:
             yield row[name]
         return

@@ -245,6 +245,7 @@ def test_without_ray_the_command_says_how_to_get_it(prompts, tmp_path, monkeypat
             b"text,seed\na red heart,1\n",
             r"columns are \['text', 'seed'\], and none is",
         ),
+        ("prompts.csv", b"prompt,prompt\na,b\n", "two of its columns are called 'prompt'"),
         ("prompts.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', "line 2 has no key 'prompt'"),
         ("prompts.jsonl", b"a red heart\n", "cannot be read"),
         ("prompts.jsonl", b"[" * 10**5, "cannot be read"),

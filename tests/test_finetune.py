@@ -470,6 +470,13 @@ BAD_FOLDERS = {
         lambda folder: (folder / "metadata.csv").write_text("file_name,text\n"),
         r"has captions in metadata\.csv and metadata\.jsonl: write them into",
     ),
+    "two columns of one name": (
+        lambda folder: [
+            (folder / "metadata.jsonl").unlink(),
+            (folder / "metadata.csv").write_text("file_name,text,text\n000.png,a star,a heart\n"),
+        ],
+        r"Two columns of .*metadata\.csv are called text: take one out",
+    ),
     "two captions": (
         lambda folder: [
             write_texts("a star")(folder),

@@ -212,7 +212,11 @@ def _read_entries(file: Path) -> Iterator[tuple[str, object]]:
     text = _read_text(file)
     if file.suffix == ".csv":
         try:
-            for number, row in enumerate(csv.DictReader(io.StringIO(text, newline="")), 1):
+            table = csv.DictReader(io.StringIO(text, newline=""))
+            for name in ("file_name", "text"):
+                if (table.fieldnames or []).count(name) > 1:
+                    raise ValueError(f"Two columns of {file} are called {name}: take one out.")
+            for number, row in enumerate(table, 1):
                 yield f"Row {number}", row
         except csv.Error as error:
             raise ValueError(f"{file} is damaged, or no CSV: {error}. Write it anew.") from None
