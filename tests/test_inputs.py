@@ -40,6 +40,8 @@ def test_a_seed_that_a_key_would_cut_is_refused_with_the_range(seed):
 SYNTAX = {
     "a (red:1.4) heart": "(red:1.4)",
     "a [red:blue:0.5] heart": "[red:blue:0.5]",
+    "a (((red))) heart": "((red))",
+    "a [[red]] heart": "[[red]]",
     "a red BREAK heart": "BREAK",
     "a heart <lora:oil:0.8>": "<lora:oil:0.8>",
     "a heart (or two) at 8:30, breaking [news]": None,

@@ -10,10 +10,11 @@ import tokenizers
 
 from course.model.files import read_json
 
-# What web interfaces make something else of: (red:1.4) and [red:blue:0.5], BREAK, <lora:name:0.8>.
+# What web interfaces make something else of: (red:1.4) and [red:blue:0.5], ((red)) and [[red]],
+# BREAK, <lora:name:0.8>.
 OTHER_SYNTAX = re.compile(
     r"[(\[][^()\[\]]*[^\W\d]\s*:\s*-?(?:\d(?:\.\d*)?|\.\d+)\s*[)\]]|\bBREAK\b"
-    r"|<(?:lora|lyco|hypernet):[^>]*>"
+    r"|\(\([^()]+\)\)|\[\[[^\[\]]+\]\]|<(?:lora|lyco|hypernet):[^>]*>"
 )
 
 
