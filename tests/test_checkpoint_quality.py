@@ -50,6 +50,7 @@ def test_the_record_and_the_card_are_of_the_bundled_checkpoint():
     left = find_left(scores, read_record("score/flux2"))
     assert not left, "the record score/flux2 is of another checkpoint"
     assert cards.tables() in cards.CARD.read_text()
+    assert cards.chinese_tables() in cards.CHINESE_CARD.read_text()
     drawn = cards.own_score()
     assert sum(count["right"] for count in drawn["shapes"].values()) == drawn["right"]
     assert sum(count["asked"] for count in drawn["shapes"].values()) == drawn["pictures"]

@@ -462,6 +462,14 @@ def test_the_report_has_every_recorded_program_and_the_published_times():
         assert cells[1:4] == [f"{each:.2f} s" for each in seconds]
 
 
+def test_no_english_is_left_in_the_chinese_report():
+    text = translations.translate_table("tpu-report", build_site.tpu_report())
+    prose = re.sub(r"\]\(.*?\)|split_head_dim", "", text)
+    names = {"float", "GFLOP", "Inference", "JAX", "jax", "libtpu", "MFU", "MiB", "MLPerf", "sd"}
+    names |= {"bfloat", "False", "sdxl", "shapes", "TPU", "tpu", "True"}
+    assert set(re.findall(r"[A-Za-z]{2,}", prose)) <= names
+
+
 def test_the_table_of_chapters_is_the_readmes_without_badges(monkeypatch, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(

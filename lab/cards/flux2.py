@@ -27,9 +27,11 @@ from lab.score.flux2 import (
     hash_of_weights,
     load,
 )
+from lab.site.translations import chinese_of, translate_table
 from lab.train import flow
 
 CARD = flow.CHECKPOINT / "README.md"
+CHINESE_CARD = chinese_of(CARD)
 TRAININGS = "score/trainings"
 UNET_STEPS = (1, 2, 4, 8, 16)
 UNET_GUIDANCE = (1.0, 2.0, 3.0)
@@ -175,11 +177,16 @@ def tables() -> str:
     return "\n".join(lines)
 
 
-def update_card() -> None:
-    """Write the tables into the card."""
-    before, rest = CARD.read_text().split(TABLES[0])
+def chinese_tables() -> str:
+    """Return the scores of the Chinese card."""
+    return translate_table("scores", tables())
+
+
+def update_card(card: Path, tables: str) -> None:
+    """Write the tables into a card."""
+    before, rest = card.read_text().split(TABLES[0])
     _, after = rest.split(TABLES[1])
-    CARD.write_text(f"{before}{TABLES[0]}\n{tables()}\n{TABLES[1]}{after}")
+    card.write_text(f"{before}{TABLES[0]}\n{tables}\n{TABLES[1]}{after}")
 
 
 def draw_pictures() -> None:
@@ -276,7 +283,8 @@ def main() -> None:
     draw_pictures()
     draw_trainings()
     draw_scores()
-    update_card()
+    update_card(CARD, tables())
+    update_card(CHINESE_CARD, chinese_tables())
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from lab.site import browser_demo, heads
 from lab.site.chapters import CHAPTERS, EXECUTED, find_problem, tags
 from lab.site.lock import PYTHONS, locked_versions, named_packages
 from lab.site.set_repo import PLACEHOLDER, site_address, stamped_repository
-from lab.site.translations import LANGUAGE, place_of
+from lab.site.translations import LANGUAGE, place_of, translate_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "site"
@@ -75,6 +75,8 @@ def lay_out(language: str, source: Path, executed: Path) -> None:
     source.mkdir(parents=True)
     for name in ("CITATION.cff", "CHANGELOG.md", "CONTRIBUTING.md"):  # which pages include
         shutil.copy(ROOT / name, source)
+    # A Chinese page includes it from two folders further up, as in the repository.
+    shutil.copy(ROOT / f"CONTRIBUTING.{LANGUAGE}.md", source.parent)
     for room in ("docs", "checkpoints"):
         for file in (ROOT / room).rglob("*"):
             of_language, place = place_of(file)
@@ -135,14 +137,18 @@ def label_folded_cells(notebook, language: str) -> None:
 
 def fill_in(text: str, language: str, executed: Path) -> str:
     """A page's text with what is generated in the place of its marks."""
+
+    def in_language(name: str, text: str) -> str:
+        return text if language == "en" else translate_table(name, text)
+
     generated = {
         "chapters": lambda: chapters_table(language),
-        "versions": versions_table,
-        "times": lambda: times_table(executed),
+        "versions": lambda: in_language("versions", versions_table()),
+        "times": lambda: in_language("times", times_table(executed)),
         "files": lambda: files_tables(language),
         "draw": lambda: raw_html("form.html", language, depth=0),
         "book": lambda: book_link(language),
-        "tpu-report": tpu_report,
+        "tpu-report": lambda: in_language("tpu-report", tpu_report()),
     }
     return re.sub(r"<!-- generated: ([a-z-]+) -->", lambda mark: generated[mark.group(1)](), text)
 

@@ -14,6 +14,8 @@ cell stands behind the cell whose id it has with ``-zh`` at the end.
 
 ``--check`` also looks through the Chinese files that are current for the forms in
 ``chinese_forms.toml``, which are wrong in Chinese or are another word for the same thing.
+
+Tables that are generated have their Chinese words from ``chinese_tables.toml``.
 """
 
 import argparse
@@ -35,6 +37,7 @@ LANGUAGE = "zh-CN"
 BANNER = "> **本页依据较早的英文版翻译，英文版此后已有改动。最新内容请看[英文版]({link})。**\n\n"
 OLD_BANNER = re.compile(r"^> \*\*本页依据较早的英文版翻译.*\n\n?", flags=re.MULTILINE)
 FORMS = Path(__file__).with_name("chinese_forms.toml")
+TABLES = Path(__file__).with_name("chinese_tables.toml")
 OWN = "-zh"  # at the end of the id of a cell that only the Chinese notebook has
 HEAD = re.compile(r"<!-- translation: (\{.*?\}) -->\n\n")  # of a page
 
@@ -42,9 +45,9 @@ HEAD = re.compile(r"<!-- translation: (\{.*?\}) -->\n\n")  # of a page
 def chinese_of(english: Path) -> Path:
     """Where the translation of a chapter or page of the repository is kept."""
     room, *rest = english.relative_to(ROOT).parts
-    if rest:
-        return ROOT / room / LANGUAGE / Path(*rest)
-    return ROOT / f"{english.stem}.{LANGUAGE}.md"
+    if not rest or english.stem == "README":  # which lies beside what it is about
+        return english.with_name(f"{english.stem}.{LANGUAGE}.md")
+    return ROOT / room / LANGUAGE / Path(*rest)
 
 
 def english_of(chinese: Path) -> Path:
@@ -59,6 +62,8 @@ def place_of(file: Path) -> tuple[str, Path]:
     language = "en" if english == file else LANGUAGE
     if english in (ROOT / "README.md", ROOT / "docs" / "index.md"):
         return language, Path("index.md")  # the first page that a server gives
+    if english == ROOT / "CONTRIBUTING.md":
+        return language, Path("docs/contribute.md")  # which includes it
     return language, english.relative_to(ROOT)
 
 
@@ -67,6 +72,8 @@ def translated_files() -> list[Path]:
     return sorted(
         [
             *ROOT.glob(f"*.{LANGUAGE}.md"),
+            *(ROOT / "checkpoints").glob(f"*/*.{LANGUAGE}.md"),
+            *(ROOT / "lab" / "records").glob(f"*/*.{LANGUAGE}.md"),
             *(ROOT / "docs" / LANGUAGE).rglob("*.md"),
             *(ROOT / "notebooks" / LANGUAGE).glob("[0-9]*.ipynb"),
         ]
@@ -237,6 +244,21 @@ def finish(chinese: Path) -> None:
         if left:
             raise ValueError(f"there is no Chinese in {', '.join(left)}")
     chinese.write_text(written(now, content))
+
+
+def translate_table(name: str, text: str) -> str:
+    """Generated English Markdown, with what `TABLES` has under this name in the place of English.
+
+    Raises
+    ------
+    KeyError
+        If `TABLES` has something that the text has not: then the English has changed.
+    """
+    for english, chinese in tomllib.loads(TABLES.read_text())[name].items():
+        text, count = re.subn(english, chinese, text)
+        if not count:
+            raise KeyError(f"{TABLES.name} translates {english!r}, which {name} does not have.")
+    return text
 
 
 def prose_of(text: str) -> str:
