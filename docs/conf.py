@@ -34,6 +34,7 @@ WORDS = {
         "search": "Search the docs ...",
         "more": "More",
         "moves": "What stands here on the site moves, so the book leaves it out.",
+        "author": "the course's authors",
         "theme": {},
     },
     TRANSLATION: {
@@ -46,6 +47,7 @@ WORDS = {
         "search": "搜索……",
         "more": "更多",
         "moves": "网站上的这一部分可以操作，书里没有收录。",
+        "author": "课程作者",
         # What the theme has not translated itself.
         "theme": {
             "Collapse Sidebar": "收起侧栏",
@@ -60,8 +62,8 @@ PUBLISHED = not REPOSITORY.startswith("OWNER/")
 ADDRESS = set_repo.site_address(REPOSITORY) if PUBLISHED else ""
 
 project = WORDS["en"]["title"]
-author = "the course's authors"
-project_copyright = "2026, the course's authors. Apache License 2.0"
+author = WORDS[LANGUAGE]["author"]
+project_copyright = f"2026, {author}. Apache License 2.0"
 language = LANGUAGE.replace("-", "_")
 version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 

@@ -84,7 +84,7 @@ def test_the_chinese_page_draws_and_speaks_chinese(open_page):
     page = open_page("zh-CN/index")
     expect(page.locator("#draw")).to_be_visible()
     ask(page, REQUESTS[0][0], steps=2)
-    page.get_by_role("button", name="画图").click()
+    page.get_by_role("button", name="生成").click()
     expect(said(page)).to_contain_text("全部在你的浏览器里完成", timeout=120_000)
     page.locator("[name=caption]").fill("a red house")
     expect(page.locator("#draw-words")).to_contain_text("检查点的词汇里没有 house")

@@ -38,6 +38,7 @@ SAMPLE = (
     "notebooks/06_block_until_ready_timing",
     "checkpoints/shapes-sd/README",
     "zh-CN/index",
+    "zh-CN/docs/tpu-report",
     "zh-CN/notebooks/03_replicate_shard",
 )
 
