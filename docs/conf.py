@@ -50,6 +50,7 @@ WORDS = {
         "author": "课程作者",
         # What the theme has not translated itself.
         "theme": {
+            "Breadcrumb": "当前位置",
             "Collapse Sidebar": "收起侧栏",
             "Expand Sidebar": "展开侧栏",
             "Color mode": "颜色模式",
