@@ -24,13 +24,15 @@ def test_the_parts_add_up_to_the_whole():
     assert FLOPS["draw"] == FLOPS["encode"] + flux2.STEPS * FLOPS["step"] + FLOPS["decode"]
 
 
-@pytest.mark.parametrize("part", ["draw", "edit", "encode", "step", "decode"])
+@pytest.mark.parametrize("part", ["draw", "draw guided", "edit", "encode", "step", "decode"])
 def test_the_compiler_counts_about_the_same_operations(part):
     counted = PROGRAMS[f"{part}, v5e, one chip"].report.work.flops
     assert counted == pytest.approx(FLOPS[part], rel=0.05)
 
 
-@pytest.mark.parametrize("program", ["draw, v5e", "draw, v6e", "edit, v5e", "Z-Image step, v5e"])
+@pytest.mark.parametrize(
+    "program", ["draw, v5e", "draw, v6e", "draw guided, v5e", "edit, v5e", "Z-Image step, v5e"]
+)
 def test_the_whole_program_fits_one_chip(program):
     assert PROGRAMS[f"{program}, one chip"].report.fits
 

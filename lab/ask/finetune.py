@@ -36,6 +36,9 @@ QUESTIONS = [
     ("flux2", "attention", 16, 512, 1, True, "automatic"),
     ("flux2", "attention", 16, 512, 1, False, "automatic"),
     ("flux2", "attention", 16, 512, 4, True, "automatic"),
+    ("flux2", "attention", 16, 1024, 1, False, "automatic"),
+    ("flux2", "attention", 16, 1024, 1, True, "automatic"),
+    ("flux2", "attention", 16, 1024, 4, True, "automatic"),
 ]
 
 

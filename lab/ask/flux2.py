@@ -28,6 +28,7 @@ SIDE = 1024  # of an image, in pixels
 TOKENS = (SIDE // CONFIG.vae.pixels_per_token) ** 2
 TEXT_TOKENS = 512
 STEPS = 4
+GUIDANCE = 4.0  # of the model before distillation
 
 
 class Way(NamedTuple):
@@ -54,6 +55,7 @@ BY_HAND = ("ring", "Ulysses")  # where the partitioner is not asked
 
 QUESTIONS = [
     ("draw", "v5e", "one chip"),
+    ("draw guided", "v5e", "one chip"),
     ("step", "v5e", "one chip"),
     ("step", "v5e", "one chip", "flash"),
     ("step", "v5e", "tensor"),
@@ -85,6 +87,18 @@ QUESTIONS = [
 
 def draw(params: dict, ids: jax.Array, mask: jax.Array, noise: jax.Array) -> jax.Array:
     return flux2.generate(params, CONFIG, ids, mask, noise, SIDE, SIDE, STEPS)
+
+
+def draw_guided(
+    params: dict,
+    ids: jax.Array,
+    mask: jax.Array,
+    noise: jax.Array,
+    empty_ids: jax.Array,
+    empty_mask: jax.Array,
+) -> jax.Array:
+    empty = empty_ids, empty_mask
+    return flux2.generate(params, CONFIG, ids, mask, noise, SIDE, SIDE, STEPS, GUIDANCE, empty)
 
 
 def edit(
@@ -139,6 +153,8 @@ class Part(NamedTuple):
 ALL = ("transformer", "text_encoder", "vae")
 PARTS = {
     "draw": Part(draw, ALL, ("ids", "mask", "tokens")),
+    # The model before distillation has the same shapes.
+    "draw guided": Part(draw_guided, ALL, ("ids", "mask", "tokens", "ids", "mask")),
     "edit": Part(edit, ALL, ("ids", "mask", "tokens", "images")),
     "encode": Part(encode, ("text_encoder",), ("ids", "mask")),
     "step": Part(step, ("transformer",), ("tokens", "prompt", "time")),
