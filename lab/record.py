@@ -34,6 +34,7 @@ SUBJECTS = (
     "ask/programs",
     "ask/shardings",
     "ask/plans",
+    "ask/rooflines",
     "ask/finetune",
     "ask/flux2",
     "ask/int8",

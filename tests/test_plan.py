@@ -155,6 +155,13 @@ def test_of_klein_over_eight_chips_ulysses_comes_first(chip):
     assert first.hidden == 0
 
 
+def test_the_recorded_plan_of_klein_has_ulysses_first():
+    job = plan.make_job("flux2", chip="v6e", chips=8)
+    found = plan.known_splits(job, read_record("ask/plans"))
+    assert found.keys() == set(job.ways)
+    assert next(iter(rank(found, recorded_flops("flux2")["step"], 8))) == Way("Ulysses", share=8)
+
+
 def split_of(schedule, exchanges=(), usable=2**30, least_bytes=0):
     chip = Chip("v5e", peak=1e14, bandwidth=1e12, on_chip=0, usable_hbm=usable)
     memory = Memory(2**20, 0, 0, 0)

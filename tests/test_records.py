@@ -96,6 +96,16 @@ def test_no_published_time_is_below_its_bound():
         assert found.utilization(published.seconds) == found.operations / published.seconds
 
 
+def test_what_is_said_beforehand_of_a_published_run_is_a_bound():
+    runs = records.predicted_times()
+    assert len(runs) == 6
+    for run in runs:
+        assert run.by_flops <= run.by_tiles < run.measured
+    (read,) = [run for run in runs if run.by_instructions is not None]
+    assert (read.published.chips, read.measured) == (8, 0.06392)
+    assert read.by_tiles < read.by_instructions < read.measured
+
+
 @pytest.mark.parametrize("model", ["sd", "sdxl"])
 def test_recorded_products_do_about_the_operations_the_compiler_counts(model):
     """It also counts what is no product, and leaves out what a convolution does to its padding."""

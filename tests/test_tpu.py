@@ -695,7 +695,11 @@ BAD_FOLDERS = {
     ),
     "no configuration": (
         lambda folder: (folder / "vae" / "config.json").unlink(),
-        "No such file or directory",
+        "config.json",
+    ),
+    "half a configuration": (
+        lambda folder: (folder / "unet" / "config.json").write_text('{"sample_size": 8, '),
+        "unet/config.json is damaged, or no JSON: ",
     ),
 }
 

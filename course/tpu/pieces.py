@@ -6,7 +6,6 @@ shapes come from a model's configuration files.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ import numpy as np
 from course import flux2
 from course.families import Config, code_of, find_code
 from course.flux2.tokenizer import MAX_LENGTH
+from course.model.files import read_json
 from course.model.guidance import pair
 from course.sd import (
     ATTENTION,
@@ -165,7 +165,7 @@ def _build(model: str, dtype: str, split_head_dim: bool) -> tuple:
     import transformers
 
     folder = configured_folder(model)
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = read_json(folder / "model_index.json")
     parts = {}
     params = {}
     for part in COMPUTING_PARTS:
@@ -180,13 +180,11 @@ def _build(model: str, dtype: str, split_head_dim: bool) -> tuple:
                 f"choose a pipeline with another {part}."
             )
         if part == "scheduler":
-            config = json.loads(
-                (folder / part / "scheduler_config.json").read_text(encoding="utf-8")
-            )
+            config = read_json(folder / part / "scheduler_config.json")
             parts[part] = cls.from_config(config)
             params[part] = jax.eval_shape(parts[part].create_state)
             continue
-        config = json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / part / "config.json")
         if library == "transformers":
             # from_pretrained(dtype=…) never reaches these, so they compute in float32.
             parts[part] = cls(cls.config_class.from_dict(config), _do_init=False)

@@ -1,10 +1,10 @@
 """Programs that draw: what is drawn and how, and what they are made of."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from course.families import find_code
+from course.model.files import read_json
 from helpers.models import MODELS, NO_WEIGHTS, find_local, find_model, which_model
 
 CONFIGURATIONS = Path(__file__).with_name("configurations")
@@ -126,8 +126,8 @@ def make_program(
             attention="automatic",
             decode_batch=None,
         )
-    unet = json.loads((folder / "unet" / "config.json").read_text(encoding="utf-8"))
-    vae = json.loads((folder / "vae" / "config.json").read_text(encoding="utf-8"))
+    unet = read_json(folder / "unet" / "config.json")
+    vae = read_json(folder / "vae" / "config.json")
     scale = 2 ** (len(vae["block_out_channels"]) - 1)  # pixels for each latent
     if height is None:
         height = scale * unet["sample_size"]

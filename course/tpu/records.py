@@ -17,7 +17,7 @@ from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.compiler import ask_compiler, versions
 from course.tpu.hlo import Collective, Copy, Overlap
 from course.tpu.jaxpr import ROWS, Product
-from course.tpu.programs import PARTS, STEP, WHOLE, Program, make_program
+from course.tpu.programs import DECODER, ENCODERS, PARTS, STEP, WHOLE, Program, make_program
 from helpers.places import read_record
 
 
@@ -485,9 +485,57 @@ def padded_seconds(program: Program, chip: Chip, rows: int = ROWS) -> float:
     rows : int
         See `Product.padded_flops`.
     """
-    tile = CHIPS[chip.name].mxu
     flops = 0
     for part, products in recorded_products(program.model).items():
-        for product, count in products.items():
-            flops += program.runs(part) * count * product.padded_flops(tile, rows)
+        flops += program.runs(part) * filled_flops(products, chip, rows)
     return flops / chip.peak
+
+
+def filled_flops(products: dict[Product, int], chip: Chip, rows: int = ROWS) -> int:
+    """Count the operations of products once the MXU's tiles are filled up."""
+    tile = CHIPS[chip.name].mxu
+    return sum(count * each.padded_flops(tile, rows) for each, count in products.items())
+
+
+BOUNDS = ("multiplying", "moving", "exchanging")  # what a step takes, one after another
+
+
+class Prediction(NamedTuple):
+    """Seconds of a published run, measured, and as three bounds have it beforehand.
+
+    They are those of a step where that was published, and else those until the images are there.
+    """
+
+    published: Published
+    measured: float
+    by_flops: float  #: all products at the chip's peak
+    by_tiles: float  #: once they fill the MXU's tiles, see `padded_seconds`
+    #: of a step, each instruction by itself, and what the chip waits for when it exchanges, see
+    #: ``course.tpu.roofline``; of other parts as by tiles. None if nobody asked about the step.
+    by_instructions: float | None
+
+
+def predicted_times() -> list[Prediction]:
+    """Return what is said beforehand of the published runs; nothing is fitted to them."""
+    seconds = {}
+    for row in read_record("ask/rooflines"):
+        seconds[tuple(row["question"].values())] = sum(row["answer"][of] for of in BOUNDS)
+    found = []
+    for model, runs in {"sdxl": PUBLISHED, "flux2": PUBLISHED_KLEIN}.items():
+        products, flops = recorded_products(model), recorded_flops(model)
+        for run in runs:
+            step = seconds.get((model, run.chip, run.chips, run.images))
+            program = make_program("sdxl", run.chip, steps=20)
+            chip = recorded_report(program, STEP).chip
+            if model == "sdxl":
+                total = sum(program.runs(part) * flops[part] for part in PARTS)
+                others = sum(filled_flops(products[part], chip) for part in (ENCODERS, DECODER))
+                by_tiles = padded_seconds(program, chip)
+                step = step and program.steps * step + others / chip.peak
+                times = (run.seconds, total / chip.peak, by_tiles, step)
+            else:
+                peak = chip.peak * run.chips / run.images
+                filled = filled_flops(products["step"], chip)
+                times = (run.step_seconds, flops["step"] / peak, filled / peak, step)
+            found.append(Prediction(run, *times))
+    return found
