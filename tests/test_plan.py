@@ -155,8 +155,9 @@ def test_of_klein_over_eight_chips_ulysses_comes_first(chip):
     assert first.hidden == 0
 
 
-def test_the_recorded_plan_of_klein_has_ulysses_first():
-    job = plan.make_job("flux2", chip="v6e", chips=8)
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_the_recorded_plan_of_klein_has_ulysses_first(chip):
+    job = make_job("flux2", chip=chip, chips=8)
     found = plan.known_splits(job, read_record("ask/plans"))
     assert found.keys() == set(job.ways)
     assert next(iter(rank(found, recorded_flops("flux2")["step"], 8))) == Way("Ulysses", share=8)
