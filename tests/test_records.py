@@ -101,9 +101,10 @@ def test_what_is_said_beforehand_of_a_published_run_is_a_bound():
     assert len(runs) == 6
     for run in runs:
         assert run.by_flops <= run.by_tiles < run.measured
-    (read,) = [run for run in runs if run.by_instructions is not None]
-    assert (read.published.chips, read.measured) == (8, 0.06392)
-    assert read.by_tiles < read.by_instructions < read.measured
+    read = [run for run in runs if run.by_instructions is not None]
+    assert [run.published.chips for run in read] == [8, 1]
+    for run in read:
+        assert run.by_tiles < run.by_instructions < run.measured
 
 
 @pytest.mark.parametrize("model", ["sd", "sdxl"])

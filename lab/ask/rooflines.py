@@ -15,7 +15,7 @@ from course.tpu.programs import STEP, make_program
 from course.tpu.records import add_up
 from course.tpu.roofline import count_instructions, read_roofline
 
-RUNS = (("flux2", "v6e", 8, 1),)
+RUNS = (("flux2", "v6e", 8, 1), ("flux2", "v6e", 1, 4))
 
 
 def questions(rows: list[dict]) -> list[dict]:
