@@ -24,7 +24,7 @@ def code(cells):
 
 
 def is_folded(cell) -> bool:
-    """Whether a cell's source is hidden in JupyterLab and on Kaggle, and in Colab."""
+    """Whether a cell's source is hidden in JupyterLab and in Colab."""
     return (
         bool(cell.metadata.get("jupyter", {}).get("source_hidden"))
         and cell.metadata.get("cellView") == "form"
@@ -56,6 +56,14 @@ def test_what_is_hidden_is_folded_everywhere_under_a_title(code):
     for cell in code:
         if tags(cell) & {"setup", "solution", "hide-input"}:
             assert is_folded(cell) and cell.source.startswith("# @title "), cell.source
+
+
+def test_kaggle_folds_what_is_hidden_and_the_outputs_of_answers(code):
+    for cell in code:
+        is_answer = bool(tags(cell) & {"solution", "predict"})
+        is_hidden = is_answer or bool(tags(cell) & {"setup", "hide-input"})
+        assert cell.metadata.get("_kg_hide-input", False) == is_hidden, cell.source
+        assert cell.metadata.get("_kg_hide-output", False) == is_answer, cell.source
 
 
 def test_each_exercise_has_a_solution(code):
