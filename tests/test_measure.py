@@ -8,6 +8,7 @@ from course.sd.samplers import SAMPLERS
 from course.tpu import Times, pieces
 from course.tpu.pieces import load_config
 from helpers import read_record
+from lab.clock import gpu
 from lab.score import sd as scores
 from tests.makers import small
 
@@ -81,6 +82,16 @@ def test_a_run_on_a_chip_stands_beside_what_the_compiler_says(on_small, monkeypa
     run = measure.measure("shapes-sd", steps=3, calls=1)
     assert run.bound == 3.0
     assert run.mfu == pytest.approx(3.0 / run.steady)
+
+
+def test_a_step_on_a_gpu_is_what_an_image_takes_longer_in_twice_as_many(on_small):
+    assert gpu.summarize(3.04, 1.0, 1.8, 4, None) == {
+        "first": 3.0,
+        "image": 1.0,
+        "step": 0.2,
+        "peak bytes": None,
+    }
+    assert gpu.run_jax("shapes-sd", 1).keys() == gpu.summarize(3.04, 1.0, 1.8, 4, None).keys()
 
 
 @pytest.mark.parametrize(
