@@ -1,6 +1,7 @@
 """How Sphinx builds the site from the pages that ``python -m lab.site.build_site`` lays out."""
 
 import itertools
+import json
 import os
 import posixpath
 import re
@@ -15,7 +16,7 @@ from sphinx import addnodes
 from sphinx.locale import _ as translate
 from sphinx.search.en import SearchEnglish
 
-from lab.site import heads, set_repo
+from lab.site import heads, parts, quiz, set_repo
 from lab.site.translations import LANGUAGE as TRANSLATION
 from lab.site.translations import chinese_of, place_of
 
@@ -131,9 +132,13 @@ html_baseurl = ADDRESS + FOLDERS[LANGUAGE] if PUBLISHED else ""
 html_favicon = "_static/favicon.svg"
 html_context = {"default_mode": "auto", "words": WORDS[LANGUAGE]}
 # The second is what a link to a page without pictures shows.
-html_static_path = ["_static", "../checkpoints/shapes-sd/samples.png"]
+html_static_path = ["_static", "../checkpoints/shapes-sd/samples.png", "quiz/quiz.js"]
 html_css_files = ["course.css"]
-html_js_files = [("copy.js", {"defer": "defer"})]
+quiz_words = json.dumps(parts.words_of(quiz.PAGE, LANGUAGE), ensure_ascii=False)
+html_js_files = [
+    ("copy.js", {"defer": "defer"}),
+    ("quiz.js", {"defer": "defer", "data-words": quiz_words}),
+]
 # The page that GitHub shows for addresses where there is none, in both languages.
 html_additional_pages = {"404": "404.html"} if LANGUAGE == "en" else {}
 html_copy_source = False
@@ -161,6 +166,7 @@ epub_scheme = "URL"
 epub_uid = "course"
 epub_basename = "stable-diffusion-in-jax"
 epub_css_files = []
+epub_exclude_files = ["docs/progress.xhtml"]  # its table is of no use there
 epub_show_urls = "no"
 epub_tocdup = False
 epub_tocscope = "includehidden"  # the pages' lists of contents are hidden
@@ -211,6 +217,9 @@ def fit_into_book(app, doctree, docname):
         raw.replace_self([nodes.paragraph("", WORDS[LANGUAGE]["moves"])] if moves else [])
     for link in list(doctree.findall(nodes.reference)):
         address = link.get("refuri", "")
+        path = posixpath.join(posixpath.dirname(docname), address)
+        if posixpath.normpath(path) in app.config.epub_exclude_files:
+            address = address.replace(".xhtml", ".html")
         if urlsplit(address).path.endswith(".html") and not urlsplit(address).scheme:
             if PUBLISHED:
                 link["refuri"] = urljoin(f"{html_baseurl}{docname}.html", address)

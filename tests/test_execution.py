@@ -9,6 +9,7 @@ import sys
 import nbformat
 import pytest
 
+from lab.site import quiz
 from lab.site.chapters import CHAPTERS, EXECUTED, find_problem
 
 # What mybinder.org gives a session, less what JupyterLab takes, in bytes.
@@ -126,6 +127,13 @@ def test_pictures_and_texts_in_their_place_go_together(executed):
         shows_picture = any("image/png" in output.get("data", {}) for output in cell.outputs)
         has_text = bool(cell.metadata.get("mystnb", {}).get("image", {}).get("alt"))
         assert shows_picture == has_text, cell.source
+
+
+def test_what_predictions_ask_for_is_shown(executed):
+    for cell in quiz.predictions(executed):
+        alt = cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+        for question in cell.metadata.get("quiz", []):
+            quiz.find_shown(question, f"{quiz.text_of_outputs(cell)}\n{alt}")
 
 
 def test_no_cell_prints_a_wall_of_lines(executed):

@@ -19,7 +19,7 @@ from docutils.core import publish_doctree
 
 import helpers
 from course.tpu import records
-from lab.site import build_site, heads, set_repo, translations
+from lab.site import build_site, heads, quiz, set_repo, translations
 from lab.site.chapters import tags
 from lab.site.translations import LANGUAGE
 
@@ -163,6 +163,34 @@ def test_a_chapter_has_its_outputs_its_neighbours_and_its_notebook(site, chapter
     folded = [cell for cell in soup.select(".tag_solution") if cell.find("details")]
     assert len(folded) == len([cell for cell in cells if "solution" in tags(cell)])
     assert all("Show the solution" in cell.text for cell in folded)
+
+
+@pytest.mark.parametrize("folder", ["", LANGUAGE], ids=["English", "Chinese"])
+def test_what_answers_a_prediction_is_folded_below_a_question(site, folder):
+    for chapter in (ROOT / "notebooks" / folder).glob("[0-9]*.ipynb"):
+        asked = quiz.predictions(nbformat.read(chapter, as_version=4))
+        soup = parse(site / folder / "notebooks" / f"{chapter.stem}.html")
+        forms = {form["data-cell"]: form for form in soup.select("form.quiz")}
+        if soup.select_one("h1 + blockquote"):
+            continue  # it is behind, and cells whose code has changed have no outputs
+        assert list(forms) == [cell.id for cell in asked]
+        for cell, form in zip(asked, forms.values(), strict=True):
+            answer = form.find_next_sibling()
+            assert "tag_predict" in answer["class"], cell.id
+            assert [child.name for child in answer.find_all(recursive=False)] == ["details"]
+            questions = form.select("[data-answer]")
+            assert len(questions) == len(cell.metadata.get("quiz", [])), cell.id
+
+
+def test_a_question_whose_answer_no_output_shows_stops_the_build():
+    metadata = {"tags": ["predict"], "quiz": [{"ask": "MB", "shown": "(.*) MB"}]}
+    output = nbformat.v4.new_output("stream", text="48 MB of 50")
+    cell = nbformat.v4.new_code_cell("print(x)", metadata=metadata, outputs=[output])
+    form = BeautifulSoup(quiz.form_of(cell, "en"), "html.parser")
+    assert form.select_one("label")["data-answer"] == "48"
+    output.text = "48 GB"
+    with pytest.raises(ValueError, match="The answer to 'MB' is not in the output"):
+        quiz.form_of(cell, "en")
 
 
 @pytest.mark.parametrize("chapter", CHINESE_CHAPTERS, ids=name_of)

@@ -280,6 +280,81 @@ def test_a_solution_unfolds(open_page):
     expect(solution.locator("img")).to_be_visible()
 
 
+# What the buttons of the quiz and its sentences are called.
+QUIZ = {
+    "": ("Check", "Right: 2", "Not quite. The answer is: 2", "Forget all my answers"),
+    "zh-CN/": ("核对", "对了：2", "不太对。答案是：2", "清除我的全部回答"),
+}
+
+
+@pytest.mark.parametrize("folder", QUIZ)
+def test_a_prediction_is_judged_kept_and_forgotten_by_keyboard(open_page, folder):
+    check, right, wrong, forget = QUIZ[folder]
+    page = open_page(f"{folder}notebooks/05_manual_pmap")
+    form = page.locator("form.quiz[data-cell='05-toy-input']")
+    answer = page.locator("form.quiz[data-cell='05-toy-input'] + .cell pre").first
+    sentence = form.get_by_role("status")
+    expect(answer).to_be_hidden()
+    for given, said, unfolded in (("two", "2.1", False), ("6", wrong, True), (" 2 ", right, True)):
+        form.get_by_role("textbox").fill(given)
+        page.keyboard.press("Tab")
+        expect(form.get_by_role("button", name=check)).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(sentence).to_contain_text(said)
+        expect(answer).to_be_visible(visible=unfolded)
+    page.reload()
+    expect(form.get_by_role("textbox")).to_have_value(" 2 ")
+    expect(sentence).to_have_text(right)
+    expect(answer).to_be_visible()
+    mark = page.locator("nav.bd-links a[aria-current='page'] .answered").first
+    expect(mark).to_have_text("1/3")
+    page.goto(page.url.replace("notebooks/05_manual_pmap", "docs/progress"))
+    row = page.locator("#progress tr[data-chapter='05_manual_pmap'] td")
+    expect(row).to_have_text([re.compile("pmap"), "3", "1", "1"])
+    page.get_by_role("button", name=forget).focus()
+    page.keyboard.press("Enter")
+    expect(row).to_have_text([re.compile("pmap"), "3", "0", "0"])
+    page.go_back()
+    page.reload()
+    expect(form.get_by_role("textbox")).to_have_value("")
+    expect(answer).to_be_hidden()
+
+
+def test_choices_shapes_and_free_answers_are_taken(open_page):
+    page = open_page("notebooks/02_bf16_loading")
+    form = page.locator("form.quiz[data-cell='02-stored-code']")
+    form.get_by_role("radio", name="in float32 both times").check()
+    form.get_by_role("button").click()
+    expect(form.get_by_role("status")).to_have_text(
+        "Not quite. The answer is: in bfloat16 both times"
+    )
+    form.get_by_role("radio", name="in bfloat16 both times").check()
+    form.get_by_role("button").click()
+    expect(form.get_by_role("status")).to_have_text("Right: in bfloat16 both times")
+    page.goto(page.url.replace("02_bf16_loading", "03_replicate_shard"))
+    form = page.locator("form.quiz[data-cell='03-shard-two-code']")
+    shape = form.locator("[data-answer]").get_attribute("data-answer")
+    form.get_by_role("textbox").fill(shape.strip("()").replace(",", " ×"))
+    form.get_by_role("button").click()
+    expect(form.get_by_role("status")).to_have_text(f"Right: {shape}")
+    page.goto(page.url.replace("03_replicate_shard", "10_many_hosts"))
+    form = page.locator("form.quiz[data-cell='10-57']")
+    form.get_by_role("textbox").fill("none, I hope")
+    form.get_by_role("button").click()
+    expect(form.get_by_role("status")).to_have_text("Compare it with the output below.")
+    page.reload()
+    expect(form.get_by_role("textbox")).to_have_value("none, I hope")
+
+
+def test_without_scripts_predictions_unfold(open_page):
+    page = open_page("notebooks/03_replicate_shard", java_script_enabled=False)
+    expect(page.locator("form.quiz").first).to_be_hidden()
+    cell = page.locator(".tag_predict").first
+    expect(cell.locator("pre").first).to_be_hidden()
+    cell.get_by_text("Show the answer").click()
+    expect(cell.locator("pre").first).to_be_visible()
+
+
 @pytest.mark.parametrize(
     ("folder", "before", "after"), [("", "Copy", "Copied"), ("zh-CN/", "复制", "已复制")]
 )

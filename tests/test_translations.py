@@ -1,11 +1,14 @@
 """The Chinese edition: its code is the English one where it is current; where not, it says so."""
 
+import re
 import shutil
 
 import nbformat
 import pytest
 
-from lab.site import translations
+from lab.site import browser_demo, quiz, translations
+from lab.site.chapters import CHAPTERS
+from lab.site.parts import words_of
 from lab.site.translations import LANGUAGE, chinese_of, main
 
 ROOT = translations.ROOT
@@ -32,6 +35,24 @@ def test_a_translation_is_current_or_says_that_it_is_behind(file):
         for cell, original in zip(cells, read(english).cells, strict=True):
             assert cell.id == original.id
             assert cell.cell_type == "markdown" or cell.source == original.source
+
+
+@pytest.mark.parametrize("folder", [browser_demo.PAGE, quiz.PAGE], ids=lambda folder: folder.name)
+def test_every_text_of_what_moves_is_translated(folder):
+    texts = set()
+    for file in folder.glob("*.html"):
+        texts |= set(re.findall(r'\b_\("([^"]+)"', file.read_text()))
+    for file in folder.glob("*.js"):
+        texts |= set(re.findall(r'\bt\("([^"]+)"', file.read_text()))
+    if folder == quiz.PAGE:
+        for chapter in CHAPTERS:
+            for cell in quiz.predictions(read(chapter)):
+                for question in cell.metadata.get("quiz", []):
+                    texts |= {question["ask"], *question.get("choices", [])}
+    words = words_of(folder, LANGUAGE)
+    assert set(words) == texts
+    for english, chinese in words.items():
+        assert sorted(re.findall(r"\{\d\}", english)) == sorted(re.findall(r"\{\d\}", chinese))
 
 
 # What happens when the English changes

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jinja2
 import numpy as np
 from PIL import Image
 
@@ -36,6 +35,12 @@ CAPTIONS = ("a large red heart on a white background", "a small yellow star on a
 STEPS = (1, 2, 3, 4, 6, 8, 10, 15, 20, 30)
 GUIDANCE_SCALES = (1.0, 2.0, 3.0, 5.0, 8.0)
 SHEETS = tuple(f"recorded-{number}.webp" for number in range(len(CAPTIONS)))
+# What the templates of the page name.
+VALUES = {
+    "captions": CAPTIONS,
+    "steps": ", ".join(str(steps) for steps in STEPS),
+    "scales": ", ".join(f"{scale:g}" for scale in GUIDANCE_SCALES),
+}
 
 
 def is_newer(made: list[Path], sources: list[Path]) -> bool:
@@ -143,34 +148,6 @@ def record_images() -> None:
         sheet = np.concatenate(columns, axis=1)
         pixels = (255 * sheet).round().astype(np.uint8)
         Image.fromarray(pixels).save(MADE / name, quality=80, method=6)
-
-
-def part_of_page(name: str, language: str, pages: str, root: str) -> str:
-    """A part of a page in a language, from a template in ``docs/draw``.
-
-    ``pages`` leads from the page to the first folder of its language, ``root`` to the site's.
-    """
-    words = {}
-    translated = language != "en"
-    if translated:
-        words = json.loads((PAGE / f"{language}.json").read_text())
-
-    def translate(text: str, *values) -> str:
-        return (words[text] if translated else text).format(*values)
-
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(PAGE), undefined=jinja2.StrictUndefined
-    )
-    templates.policies["json.dumps_kwargs"] = {"ensure_ascii": False}
-    return templates.get_template(name).render(
-        _=translate,
-        words=words,
-        pages=pages,
-        root=root,
-        captions=CAPTIONS,
-        steps=", ".join(str(steps) for steps in STEPS),
-        scales=", ".join(f"{scale:g}" for scale in GUIDANCE_SCALES),
-    )
 
 
 def make(folder: Path) -> list[str]:

@@ -27,9 +27,10 @@ import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from course.tpu import records
-from lab.site import browser_demo, heads
+from lab.site import browser_demo, heads, quiz
 from lab.site.chapters import CHAPTERS, EXECUTED, find_problem, tags
 from lab.site.lock import PYTHONS, locked_versions, named_packages
+from lab.site.parts import part_of_page
 from lab.site.set_repo import PLACEHOLDER, site_address, stamped_repository
 from lab.site.translations import LANGUAGE, place_of, translate_table
 
@@ -42,8 +43,18 @@ READMES = {"en": ROOT / "README.md", LANGUAGE: ROOT / f"README.{LANGUAGE}.md"}
 SHOW = {"en": "Show {}", LANGUAGE: "展开{}"}
 HIDE = {"en": "Hide {}", LANGUAGE: "收起{}"}
 FOLDED = {
-    "en": {"hide-input": "the code", "setup": "the setup", "solution": "the solution"},
-    LANGUAGE: {"hide-input": "代码", "setup": "准备代码", "solution": "答案"},
+    "en": {
+        "hide-input": "the code",
+        "setup": "the setup",
+        "predict": "the answer",
+        "solution": "the solution",
+    },
+    LANGUAGE: {
+        "hide-input": "代码",
+        "setup": "准备代码",
+        "predict": "结果",
+        "solution": "答案",
+    },
 }
 BOOK = "stable-diffusion-in-jax.epub"  # by the pages of each language; docs/conf.py calls it so
 BOOK_LINK = {
@@ -91,8 +102,9 @@ def lay_out(language: str, source: Path, executed: Path) -> None:
     for chapter in NOTEBOOKS[language].glob("[0-9]*.ipynb"):
         notebook = with_outputs(chapter, executed / chapter.name)
         label_folded_cells(notebook, language)
+        ask_before_answers(notebook, language)
         if chapter.stem == SLIDERS_CHAPTER:
-            sliders = raw_html("recorded.html", language, depth=1)
+            sliders = drawing_part("recorded.html", language, depth=1)
             text = f"## {SLIDERS[language]}\n\n{sliders}"
             notebook.cells.append(nbformat.v4.new_markdown_cell(text, id="sliders"))
         nbformat.write(notebook, source / "notebooks" / chapter.name)
@@ -125,7 +137,9 @@ def without_places(output):
 
 
 def label_folded_cells(notebook, language: str) -> None:
-    """Let each folded cell say what is in it."""
+    """Let each folded cell say what is in it, and fold the answers to predictions."""
+    for cell in quiz.predictions(notebook):
+        cell.metadata.tags.append("hide-cell")
     for cell in notebook.cells:
         for tag, name in FOLDED[language].items():
             if tag in tags(cell):
@@ -133,6 +147,15 @@ def label_folded_cells(notebook, language: str) -> None:
                     code_prompt_show=SHOW[language].format(name),
                     code_prompt_hide=HIDE[language].format(name),
                 )
+
+
+def ask_before_answers(notebook, language: str) -> None:
+    """Put a form before each cell that answers a prediction, if it has been executed."""
+    for cell in quiz.predictions(notebook):
+        if cell.outputs:
+            text = raw_html(quiz.form_of(cell, language))
+            form = nbformat.v4.new_markdown_cell(text, id=f"{cell.id}-quiz")
+            notebook.cells.insert(notebook.cells.index(cell), form)
 
 
 def fill_in(text: str, language: str, executed: Path) -> str:
@@ -146,7 +169,8 @@ def fill_in(text: str, language: str, executed: Path) -> str:
         "versions": lambda: in_language("versions", versions_table()),
         "times": lambda: in_language("times", times_table(executed)),
         "files": lambda: files_tables(language),
-        "draw": lambda: raw_html("form.html", language, depth=0),
+        "draw": lambda: drawing_part("form.html", language, depth=0),
+        "progress": lambda: progress_table(language),
         "book": lambda: book_link(language),
         "tpu-report": lambda: in_language("tpu-report", tpu_report()),
     }
@@ -179,17 +203,31 @@ def files_tables(language: str) -> str:
     return "\n".join(lines).rstrip("\n")
 
 
-def raw_html(name: str, language: str, depth: int) -> str:
+def raw_html(html: str) -> str:
+    """HTML for a page in Markdown."""
+    return f"```{{raw}} html\n{html}\n```"
+
+
+def drawing_part(name: str, language: str, depth: int) -> str:
     """A part of `browser_demo` for a page so many folders below the first of its language."""
     pages = "../" * depth
     root = pages if language == "en" else f"../{pages}"
-    return f"```{{raw}} html\n{browser_demo.part_of_page(name, language, pages, root)}\n```"
+    template = browser_demo.PAGE / name
+    return raw_html(part_of_page(template, language, browser_demo.VALUES, pages, root))
+
+
+def progress_table(language: str) -> str:
+    """The chapters with how many predictions each has, for a page in docs/."""
+    chapters = []
+    for file in sorted(NOTEBOOKS[language].glob("[0-9]*.ipynb")):
+        chapters.append((file.stem, nbformat.read(file, as_version=4)))
+    return raw_html(quiz.progress(chapters, language))
 
 
 def book_link(language: str) -> str:
     """A sentence with a link to the book, for a page in docs/."""
     link = f'<a href="../{BOOK}" download>EPUB</a>'
-    return f"```{{raw}} html\n<p>{BOOK_LINK[language].format(link)}</p>\n```"
+    return raw_html(f"<p>{BOOK_LINK[language].format(link)}</p>")
 
 
 def chapters_table(language: str) -> str:
