@@ -1,5 +1,6 @@
 """How Sphinx builds the site from the pages that ``python -m lab.site.build_site`` lays out."""
 
+import html
 import itertools
 import json
 import os
@@ -34,7 +35,7 @@ WORDS = {
         "open in": "Open in",
         "search": "Search the docs ...",
         "more": "More",
-        "moves": "What stands here on the site moves, so the book leaves it out.",
+        "moves": "What stands here on the site moves; the book has what can be printed of it.",
         "author": "the course's authors",
         "theme": {},
     },
@@ -47,7 +48,7 @@ WORDS = {
         "open in": "前往",
         "search": "搜索……",
         "more": "更多",
-        "moves": "网站上的这一部分可以操作，书里没有收录。",
+        "moves": "网站上的这一部分可以操作，书里只收录能印出来的内容。",
         "author": "课程作者",
         # What the theme has not translated itself.
         "theme": {
@@ -211,10 +212,14 @@ def describe_page(app, pagename, templatename, context, doctree):
 
 
 def fit_into_book(app, doctree, docname):
-    """Leave out of the book what needs a browser, and let links out of it lead to the site."""
+    """Leave out of the book what needs a browser, and let links out of it lead to the site.
+
+    Of what moves, its still pictures stay.
+    """
     for raw in list(doctree.findall(nodes.raw)):
         moves = "<script" in raw.astext()
-        raw.replace_self([nodes.paragraph("", WORDS[LANGUAGE]["moves"])] if moves else [])
+        said = [nodes.paragraph("", WORDS[LANGUAGE]["moves"])] if moves else []
+        raw.replace_self([*still_pictures(app, raw.astext(), docname), *said] if moves else [])
     for link in list(doctree.findall(nodes.reference)):
         address = link.get("refuri", "")
         path = posixpath.join(posixpath.dirname(docname), address)
@@ -225,6 +230,16 @@ def fit_into_book(app, doctree, docname):
                 link["refuri"] = urljoin(f"{html_baseurl}{docname}.html", address)
             else:
                 link.replace_self(link.children)
+
+
+def still_pictures(app, text, docname):
+    """The pictures of a part of a page that a template wrote, each above what it shows in words."""
+    page = posixpath.dirname(f"{FOLDERS[LANGUAGE]}{docname}")
+    for address, alt in re.findall(r'<img src="([^"]+)"[^>]*?\balt="([^"]+)"', text):
+        place = posixpath.normpath(posixpath.join(page, address))
+        app.env.images.add_file(docname, place)
+        yield nodes.image(uri=place, candidates={"*": place}, alt=html.unescape(alt))
+        yield nodes.paragraph("", html.unescape(alt))
 
 
 def load_lazily(app, doctree, docname):

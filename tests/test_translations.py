@@ -6,7 +6,7 @@ import shutil
 import nbformat
 import pytest
 
-from lab.site import browser_demo, quiz, translations
+from lab.site import browser_demo, build_site, quiz, translations
 from lab.site.chapters import CHAPTERS
 from lab.site.parts import words_of
 from lab.site.translations import LANGUAGE, chinese_of, main
@@ -37,12 +37,15 @@ def test_a_translation_is_current_or_says_that_it_is_behind(file):
             assert cell.cell_type == "markdown" or cell.source == original.source
 
 
-@pytest.mark.parametrize("folder", [browser_demo.PAGE, quiz.PAGE], ids=lambda folder: folder.name)
+MOVING = [browser_demo.PAGE, build_site.FLOW, quiz.PAGE]
+
+
+@pytest.mark.parametrize("folder", MOVING, ids=lambda folder: folder.name)
 def test_every_text_of_what_moves_is_translated(folder):
     texts = set()
     for file in folder.glob("*.html"):
         texts |= set(re.findall(r'\b_\("([^"]+)"', file.read_text()))
-    for file in folder.glob("*.js"):
+    for file in folder.glob("*js"):
         texts |= set(re.findall(r'\bt\("([^"]+)"', file.read_text()))
     if folder == quiz.PAGE:
         for chapter in CHAPTERS:

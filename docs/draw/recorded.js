@@ -12,7 +12,7 @@ for (const part of document.querySelectorAll(".recorded:not(.ready)")) {
     picture.style.backgroundSize = `${100 * numbers(steps).length}% ${100 * numbers(guidance).length}%`;
     const caption = document.createElement("figcaption");
     caption.textContent = sheet.dataset.caption;
-    sheet.replaceWith(picture, caption);
+    sheet.before(picture, caption); // the sheet is what print shows
     return picture;
   });
   const show = () => {

@@ -22,6 +22,7 @@ import sys
 import tomllib
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
@@ -38,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "site"
 NOTEBOOKS = {"en": ROOT / "notebooks", LANGUAGE: ROOT / "notebooks" / LANGUAGE}
 KINDS_OF_FILES = ROOT / "docs" / "which-files.toml"
+FLOW = ROOT / "docs" / "flow"  # the widgets of chapter 15
 READMES = {"en": ROOT / "README.md", LANGUAGE: ROOT / f"README.{LANGUAGE}.md"}
 # What stands on folded cells, by their tags, of which the last one counts.
 SHOW = {"en": "Show {}", LANGUAGE: "展开{}"}
@@ -61,8 +63,38 @@ BOOK_LINK = {
     "en": "To read without a network, take the whole course as a book: {}.",
     LANGUAGE: "想离线阅读，可以把整套课程下载成一本电子书：{}。",
 }
-SLIDERS_CHAPTER = "04_jit_pipeline"  # whose page ends with recorded images and sliders
-SLIDERS = {"en": "Steps and guidance with sliders", LANGUAGE: "用滑块看步数和引导系数"}
+
+
+class Widget(NamedTuple):
+    """What the reader of a chapter moves on its page, and where it stands there."""
+
+    behind: str  # the id of a cell
+    title: dict[str, str]
+    template: Path
+
+
+# Of each chapter.
+WIDGETS = {
+    "04_jit_pipeline": [
+        Widget(
+            "04-guidance-text",
+            {"en": "Steps and guidance with sliders", LANGUAGE: "用滑块看步数和引导系数"},
+            browser_demo.PAGE / "recorded.html",
+        )
+    ],
+    "15_from_noise": [
+        Widget(
+            "15-euler-text",
+            {"en": "Time, steps and shift with sliders", LANGUAGE: "用滑块看时间、步数和 shift"},
+            FLOW / "line.html",
+        ),
+        Widget(
+            "15-mlp-loss-text",
+            {"en": "In two dimensions, on your points", LANGUAGE: "二维：学你自己画的点"},
+            FLOW / "plane.html",
+        ),
+    ],
+}
 
 
 def find_stale(chapters: list[Path], executed: Path) -> list[Path]:
@@ -103,10 +135,12 @@ def lay_out(language: str, source: Path, executed: Path) -> None:
         notebook = with_outputs(chapter, executed / chapter.name)
         label_folded_cells(notebook, language)
         ask_before_answers(notebook, language)
-        if chapter.stem == SLIDERS_CHAPTER:
-            sliders = drawing_part("recorded.html", language, depth=1)
-            text = f"## {SLIDERS[language]}\n\n{sliders}"
-            notebook.cells.append(nbformat.v4.new_markdown_cell(text, id="sliders"))
+        for widget in WIDGETS.get(chapter.stem, []):
+            place = [cell.id for cell in notebook.cells].index(widget.behind)
+            part = part_for(widget.template, language, depth=1)
+            text = f"### {widget.title[language]}\n\n{part}"
+            cell = nbformat.v4.new_markdown_cell(text, id=f"{widget.behind}-widget")
+            notebook.cells.insert(place + 1, cell)
         nbformat.write(notebook, source / "notebooks" / chapter.name)
 
 
@@ -169,7 +203,7 @@ def fill_in(text: str, language: str, executed: Path) -> str:
         "versions": lambda: in_language("versions", versions_table()),
         "times": lambda: in_language("times", times_table(executed)),
         "files": lambda: files_tables(language),
-        "draw": lambda: drawing_part("form.html", language, depth=0),
+        "draw": lambda: part_for(browser_demo.PAGE / "form.html", language, depth=0),
         "progress": lambda: progress_table(language),
         "book": lambda: book_link(language),
         "tpu-report": lambda: in_language("tpu-report", tpu_report()),
@@ -208,11 +242,10 @@ def raw_html(html: str) -> str:
     return f"```{{raw}} html\n{html}\n```"
 
 
-def drawing_part(name: str, language: str, depth: int) -> str:
-    """A part of `browser_demo` for a page so many folders below the first of its language."""
+def part_for(template: Path, language: str, depth: int) -> str:
+    """What moves, by its template, for a page so many folders below the first of its language."""
     pages = "../" * depth
     root = pages if language == "en" else f"../{pages}"
-    template = browser_demo.PAGE / name
     return raw_html(part_of_page(template, language, browser_demo.VALUES, pages, root))
 
 
@@ -302,7 +335,13 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
             shutil.copy(chapter, html[language] / "notebooks")
     for sentence in browser_demo.make(html["en"] / "draw"):
         print(sentence)
+    shutil.copytree(FLOW, html["en"] / "flow", ignore=shutil.ignore_patterns("*.html", "*.json"))
     shutil.copytree(html[LANGUAGE], html["en"] / LANGUAGE)
+    for language in html:  # still pictures of what moves, which the book shows
+        for picture in [*(html["en"] / "draw").glob("*.webp"), *FLOW.glob("*.webp")]:
+            target = to / "source" / language / picture.parent.name
+            target.mkdir(exist_ok=True)
+            shutil.copy(picture, target)
     for language, folder in run_sphinx(to, "epub").items():
         target = html["en"] if language == "en" else html["en"] / language
         shutil.copy(folder / BOOK, target)
