@@ -17,7 +17,7 @@ from sphinx import addnodes
 from sphinx.locale import _ as translate
 from sphinx.search.en import SearchEnglish
 
-from lab.site import heads, parts, quiz, set_repo
+from lab.site import heads, quiz, set_repo
 from lab.site.translations import LANGUAGE as TRANSLATION
 from lab.site.translations import chinese_of, place_of
 
@@ -135,7 +135,7 @@ html_context = {"default_mode": "auto", "words": WORDS[LANGUAGE]}
 # The second is what a link to a page without pictures shows.
 html_static_path = ["_static", "../checkpoints/shapes-sd/samples.png", "quiz/quiz.js"]
 html_css_files = ["course.css"]
-quiz_words = json.dumps(parts.words_of(quiz.PAGE, LANGUAGE), ensure_ascii=False)
+quiz_words = json.dumps(quiz.words_of_script(LANGUAGE), ensure_ascii=False)
 html_js_files = [
     ("copy.js", {"defer": "defer"}),
     ("quiz.js", {"defer": "defer", "data-words": quiz_words}),

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 
 from lab.site.chapters import tags
-from lab.site.parts import part_of_page
+from lab.site.parts import part_of_page, words_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quiz"
 
@@ -77,3 +77,10 @@ def progress(chapters: list[tuple[str, object]], language: str) -> str:
         if number := len(predictions(notebook)):
             rows.append((name, title, number))
     return part_of_page(PAGE / "progress.html", language, {"rows": rows}, pages="../")
+
+
+def words_of_script(language: str) -> dict[str, str]:
+    """Return the translations of what the script says, by the English texts; none for English."""
+    script = (PAGE / "quiz.js").read_text()
+    words = words_of(PAGE, language)
+    return {english: word for english, word in words.items() if f't("{english}"' in script}
