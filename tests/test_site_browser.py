@@ -141,6 +141,14 @@ def test_the_search_finds_a_word(open_page, start, word, where):
     expect(found.first).to_be_visible()
 
 
+def test_a_term_is_found_first_where_it_is_explained(open_page):
+    page = open_page("search")
+    page.goto(f"{page.url}?q=guidance+scale")
+    results = page.locator("#search-results li > a")
+    expect(results.nth(0)).to_have_attribute("href", re.compile("glossary.*#term-guidance-scale"))
+    expect(results.nth(1)).to_have_attribute("href", re.compile("04_jit_pipeline.*#what-the-guid"))
+
+
 @pytest.mark.parametrize(
     ("start", "word", "said"), [("", "xylophone", "did not match"), ("zh-CN/", "象牙塔", "没有")]
 )
