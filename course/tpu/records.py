@@ -304,14 +304,14 @@ def read_split(row: dict) -> Split:
 
 TEXTS = ["pipeline", "chips", "batch", "fits"]
 FIGURES = [
-    "arguments",
-    "temporaries",
-    "program",
-    "output",
-    "GFLOP",
-    "by FLOPs",
-    "by bytes",
-    "compiled",
+    "arguments, MiB",
+    "temporaries, MiB",
+    "program, MiB",
+    "output, MiB",
+    "GFLOP an image",
+    "by FLOPs, an image",
+    "by bytes, an image",
+    "compiled in",
 ]
 
 
@@ -340,8 +340,8 @@ def table_of(answers: Sequence[Answer]) -> str:
     when = f"on {first}" if first == last else f"from {first} to {last}"
     return (
         f"{table}\n\n"
-        "Memory is in MiB on each device. Operations, and the least time by these and by the bytes "
-        "that have to be moved, are those of an image. "
+        "Memory is that of each device. “By FLOPs” and “by bytes” are the least times by the "
+        "operations and by the bytes that have to be moved. "
         f"Answered by {', '.join(sorted(asked))}, {when}."
     )
 
