@@ -1,8 +1,8 @@
 // Trains beside the page, in a Worker: points to learn come in, or parameters to straighten, and parameters go out.
 
-import { createNetwork, learn, straighten } from "./network.mjs";
+import { STEPS, createNetwork, learn, straighten } from "./network.mjs";
 
-const EVERY = 40; // steps, of which the page hears
+const EVERY = STEPS / 10; // steps, of which the page hears; of the last one as well
 
 addEventListener("message", ({ data: { points, parameters = createNetwork(0) } }) => {
   const losses = points ? learn(parameters, points, 1) : straighten(parameters, 2);
