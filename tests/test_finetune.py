@@ -210,11 +210,12 @@ def test_a_run_killed_at_any_step_and_resumed_ends_in_the_same_bits(
 
 def test_a_full_disk_is_a_sentence_and_the_last_state_stays(study, lesson, tmp_path, monkeypatch):
     saver = training.Saver(tmp_path, training.describe(lesson[0], RECIPE, lesson[2]))
-    study(saver=saver, until=2)
-    full = SimpleNamespace(free=0)
+    room = training.room_for(study(saver=saver, until=2))
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) <= room
+    full = SimpleNamespace(free=room - 1)
     with monkeypatch.context() as patch:
         patch.setattr(training.shutil, "disk_usage", lambda folder: full)
-        with pytest.raises(RuntimeError, match=r"step 4 cannot be saved \(it has .* free\)"):
+        with pytest.raises(RuntimeError, match=r"step 4 cannot be saved \(it takes .* free\)"):
             study(saver=saver, until=4)
     assert [int(folder.name) for folder in tmp_path.glob("[0-9]*")] == [2]
 

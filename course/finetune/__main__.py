@@ -42,6 +42,7 @@ from course.finetune.training import (
     describe,
     init_state,
     make_data,
+    room_for,
     train,
     trained_parts,
     usual_recipe,
@@ -220,7 +221,7 @@ def _train_into(folder: Path, options: argparse.Namespace) -> None:
     saver = Saver(folder, describe(params, recipe, data))
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     state = init_state(params, recipe, has_word)
-    check_room(folder, sum(array.nbytes for array in jax.tree.leaves(state)))
+    check_room(folder, room_for(state))
     state, params, data = jax.device_put((state, params, data), NamedSharding(mesh, P()))
     state = saver.restore(state)
     print(

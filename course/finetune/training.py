@@ -509,6 +509,14 @@ def _fingerprint(tree) -> str:
     return digest.hexdigest()[:16]
 
 
+def room_for(state: State) -> int:
+    """Return the bytes that a state may take on a disk.
+
+    Orbax writes numbers up to twice, and a description of each array.
+    """
+    return 2 * sum(array.nbytes for array in jax.tree.leaves(state)) + 10**6
+
+
 class Saver:
     """Saves states in a folder by Orbax, each whole or not at all, and finds the last one again.
 
@@ -571,7 +579,7 @@ class Saver:
         # All devices have the same state, so the host's copy will do. From the devices' own, Orbax
         # would take a slice of each array from each device, by a program for each shape.
         state = jax.device_get(state)
-        size = sum(array.nbytes for array in jax.tree.leaves(state))
+        size = room_for(state)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(self._about)
         )
@@ -579,7 +587,7 @@ class Saver:
             # Of a disk that is full, Orbax's threads print tracebacks before it raises.
             free = shutil.disk_usage(self._manager.directory).free
             if size > free:
-                raise OSError(f"it has {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
+                raise OSError(f"it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
             self._manager.save(step, args=args, force=True)
         except (OSError, RuntimeError, ValueError) as error:  # as it comes from several libraries
             reason = str(error).strip().split("\n")[0]
