@@ -6,6 +6,7 @@ FLUX.2-klein-4B the names and shapes, and of a small checkpoint with made-up par
 
 import json
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from course import flux2
-from course.flux2 import in_turn, vae
+from course.flux2 import in_turn, transformer, vae
 from course.model.files import to_channels_last, to_files, unstack_layers
 from course.model.quantize import quantize
 from tests.makers import files as make
@@ -120,6 +121,45 @@ def test_a_velocity_is_that_of_pytorchs_transformer(
         jnp.float32([1.0, 0.3]),
     )
     assert farthest(found, recorded[f"velocity {name}"]) <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def flow_map(model):
+    """The same model with a second embedder, which is like the one of the time."""
+    params, config, tokenize = model
+    config = replace(config, transformer=replace(config.transformer, guidance_embeds=True))
+    p = dict(params["transformer"])
+    for name in list(p):
+        if name.startswith(transformer.TIME):
+            p[name.replace(transformer.TIME, transformer.SECOND_TIME)] = p[name]
+    return params | {"transformer": p}, config, tokenize
+
+
+def test_a_flow_map_adds_the_embedded_time_that_it_goes_to(model, flow_map):
+    params, config, _ = flow_map
+    now, then = jnp.float32([1.0, 0.6]), jnp.float32([0.5, 0.0])
+
+    def embed(*times):
+        return transformer.embed_time(params["transformer"], config.transformer, *times)
+
+    np.testing.assert_allclose(embed(now, then), embed(now) + embed(then), atol=1e-6)
+    assert farthest(embed(now, then), embed(now, now)) > 1e-3
+    params, config, _ = model
+    with pytest.raises(ValueError, match="This transformer is no flow map"):
+        embed(now, then)
+
+
+def test_a_flow_map_that_does_not_heed_where_it_goes_draws_what_its_velocity_draws(
+    model, flow_map, prompts
+):
+    params, config, tokenize = flow_map
+    last = f"{transformer.SECOND_TIME}.linear_2.weight"
+    p = params["transformer"]
+    heedless = params | {"transformer": p | {last: jnp.zeros_like(p[last])}}
+    guided = {"guidance": 2.0, "empty": tokenize([""])}
+    expected = draw(model, prompts, 24, 40, **guided)
+    assert farthest(draw((heedless, config, tokenize), prompts, 24, 40, **guided), expected) < 1e-5
+    assert farthest(draw(flow_map, prompts, 24, 40, **guided), expected) > 1e-3
 
 
 def test_prompts_are_encoded_as_by_pytorchs_text_encoder_padding_too(model, recorded, prompts):
@@ -397,7 +437,7 @@ BAD_FOLDERS = {
     ),
     "embedded guidance": (
         change("transformer", guidance_embeds=True),
-        "asks for guidance_embeds = True, which this model does not have: it has False",
+        r"has nothing for time_guidance_embed\.guidance_embedder\..*, and its configuration means",
     ),
     "another text encoder": (
         change("text_encoder", model_type="mistral3"),

@@ -26,7 +26,7 @@ from course.flux2.pipeline import (
     size_in_tokens,
     text_positions,
 )
-from course.flux2.sampler import euler, shift_by_size, times
+from course.flux2.sampler import euler, follow_map, shift_by_size, times
 from course.flux2.sequence import keep_tokens, split_tokens
 from course.flux2.transformer import velocity
 from course.flux2.vae import decode
@@ -47,6 +47,7 @@ __all__ = [
     "encode_images",
     "encode_prompts",
     "euler",
+    "follow_map",
     "generate",
     "generate_in_turn",
     "is_guided",

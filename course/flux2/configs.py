@@ -24,6 +24,9 @@ class TransformerConfig:
     axes_dims_rope: tuple[int, ...] = (32, 32, 32, 32)
     rope_theta: float = 2000.0
     eps: float = 1e-6
+    # Whether there is an embedder for a second number beside the time. FLUX.2-dev has it for the
+    # scale of guidance, and a flow map, here, for the time that a step goes to.
+    guidance_embeds: bool = False
 
     @property
     def width(self) -> int:
@@ -101,7 +104,7 @@ ALLOWED = {
         "use_exponential_sigmas": (False,),
         "use_karras_sigmas": (False,),
     },
-    "transformer": {"_class_name": ("Flux2Transformer2DModel",), "guidance_embeds": (False,)},
+    "transformer": {"_class_name": ("Flux2Transformer2DModel",)},
     "text_encoder": {
         "model_type": ("qwen3",),
         "hidden_act": ("silu",),

@@ -39,6 +39,8 @@ OUTSIDE = {
     "context_embedder": "txt_in",
     "time_guidance_embed.timestep_embedder.linear_1": "time_in.in_layer",
     "time_guidance_embed.timestep_embedder.linear_2": "time_in.out_layer",
+    "time_guidance_embed.guidance_embedder.linear_1": "guidance_in.in_layer",
+    "time_guidance_embed.guidance_embedder.linear_2": "guidance_in.out_layer",
     "double_stream_modulation_img.linear": "double_stream_modulation_img.lin",
     "double_stream_modulation_txt.linear": "double_stream_modulation_txt.lin",
     "single_stream_modulation.linear": "single_stream_modulation.lin",

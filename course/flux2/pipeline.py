@@ -1,6 +1,7 @@
 """From a prompt to an image, and from an image and a prompt to another image."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +148,8 @@ def denoise(
         Of the sampler's times. If it is not given, the configuration decides.
     velocity : callable, optional
         The transformer, or a function that takes and gives the same, such as one whose tokens are
-        split over devices: ``flux2.split_tokens``.
+        split over devices: ``flux2.split_tokens``. Of a flow map (``guidance_embeds`` in the
+        transformer's configuration) it also gets ``until``, the time that a step goes to.
 
     Returns
     -------
@@ -187,11 +189,12 @@ def denoise(
     if shift is None:
         shift = sampler.shift_by_size(tokens, steps)
 
-    def run(x: jax.Array, prompt: jax.Array, time: jax.Array) -> jax.Array:
+    def run(x: jax.Array, prompt: jax.Array, time: jax.Array, until: Any = None) -> jax.Array:
         image = x
         if reference is not None:
             references = reference if len(x) == batch else pair(reference, reference)
             image = jnp.concatenate([x, references.astype(x.dtype)], axis=1)
+        second = {} if until is None else {"until": jnp.full(len(x), until)}
         moved = velocity(
             params["transformer"],
             config.transformer,
@@ -200,18 +203,20 @@ def denoise(
             jnp.full(len(x), time),
             image_positions,
             text_positions(prompt.shape[1]),
+            **second,
         )
         return moved[:, :tokens]
 
-    def guided(x: jax.Array, time: jax.Array) -> jax.Array:
+    def guided(x: jax.Array, time: jax.Array, until: Any = None) -> jax.Array:
         if guidance is None:
-            return run(x, prompt, time)
+            return run(x, prompt, time, until)
         both = pair(jnp.broadcast_to(empty, prompt.shape), prompt)
-        without, with_prompt = unpair(run(pair(x, x), both, time))
+        without, with_prompt = unpair(run(pair(x, x), both, time, until))
         return guide(guidance, without, with_prompt)
 
+    follow = sampler.follow_map if config.transformer.guidance_embeds else sampler.euler
     with jax.named_scope("denoise"):
-        return sampler.euler(guided, noise, sampler.times(steps, shift))
+        return follow(guided, noise, sampler.times(steps, shift))
 
 
 def generate(

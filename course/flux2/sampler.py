@@ -84,3 +84,34 @@ def euler(
     at = jnp.asarray(at, jnp.float32)
     x, _ = jax.lax.scan(step, noise, (at[:-1], at[1:]))
     return x
+
+
+def follow_map(
+    average_velocity: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    noise: jax.Array,
+    at: np.ndarray | jax.Array,
+) -> jax.Array:
+    """Follow a flow map from time to time: each step goes by the average velocity of its way.
+
+    Parameters
+    ----------
+    average_velocity : callable
+        A function of ``x``, which has the shape of the noise, of the time now, and of the time that
+        the step goes to, both scalars.
+    noise, at
+        As of ``euler``.
+
+    Examples
+    --------
+    >>> to_data = lambda x, t, until: x / t  # the same at each time on the way, if all data is 0
+    >>> float(follow_map(to_data, jnp.float32(2), times(1)))
+    0.0
+    """
+
+    def step(x: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        now, then = pair
+        return x + (then - now) * average_velocity(x, now, then), None
+
+    at = jnp.asarray(at, jnp.float32)
+    x, _ = jax.lax.scan(step, noise, (at[:-1], at[1:]))
+    return x

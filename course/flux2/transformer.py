@@ -26,6 +26,8 @@ from course.model.layers import (
 )
 
 DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
+TIME = "time_guidance_embed.timestep_embedder"
+SECOND_TIME = "time_guidance_embed.guidance_embedder"
 
 
 def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
@@ -66,12 +68,14 @@ def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
     parameters |= within(
         "context_embedder", matrix_parameters(config.joint_attention_dim, width, (None, "embed"))
     )
-    embedder = "time_guidance_embed.timestep_embedder"
     frequencies = config.timestep_guidance_channels
-    parameters |= within(
-        f"{embedder}.linear_1", matrix_parameters(frequencies, width, (None, "embed"))
-    )
-    parameters |= within(f"{embedder}.linear_2", matrix_parameters(width, width, (None, "embed")))
+    for embedder in (TIME, SECOND_TIME) if config.guidance_embeds else (TIME,):
+        parameters |= within(
+            f"{embedder}.linear_1", matrix_parameters(frequencies, width, (None, "embed"))
+        )
+        parameters |= within(
+            f"{embedder}.linear_2", matrix_parameters(width, width, (None, "embed"))
+        )
     for name, sets in (
         ("double_stream_modulation_img", 2),
         ("double_stream_modulation_txt", 2),
@@ -100,6 +104,7 @@ def velocity(
     image_positions: np.ndarray,
     text_positions: np.ndarray,
     remat: bool = False,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """diffusers' ``Flux2Transformer2DModel``: noise minus data, as the model predicts it.
 
@@ -120,14 +125,22 @@ def velocity(
     remat : bool
         Rematerialisation: for gradients, the activations in a block are computed again, and not
         kept.
+    until : jax.Array, optional
+        For a flow map: the time that it goes to, (batch,). Then the result is the average velocity
+        on the way from ``time`` to there.
 
     Returns
     -------
     jax.Array
         (batch, image tokens, in_channels), float32.
+
+    Raises
+    ------
+    ValueError
+        If there is a second time and the transformer has no embedder for it.
     """
     rotation = rotary(np.concatenate([text_positions, image_positions]), config)
-    return predict(p, config, image, text, time, rotation, remat=remat)
+    return predict(p, config, image, text, time, rotation, remat=remat, until=until)
 
 
 def predict(
@@ -140,12 +153,13 @@ def predict(
     attend: Callable = automatic,
     remat: bool = False,
     add_up: Callable = unchanged,
+    until: jax.Array | None = None,
 ) -> jax.Array:
     """Return what ``velocity`` does, from rotary positions that are computed already.
 
     Parameters
     ----------
-    p, config, image, text, time, remat
+    p, config, image, text, time, remat, until
         As in ``velocity``.
     rotation : tuple of jax.Array
         As ``rotary`` gives it, of the text's tokens and then of the image's.
@@ -160,7 +174,7 @@ def predict(
 
     # What the time says to each block: by how much to shift, scale and gate all channels.
     with jax.named_scope("modulation"):
-        condition = jax.nn.silu(embed_time(p, config, time))
+        condition = jax.nn.silu(embed_time(p, config, time, until))
         modulate_image = modulation(p, "double_stream_modulation_img", condition)
         modulate_text = modulation(p, "double_stream_modulation_txt", condition)
         modulate_both = modulation(p, "single_stream_modulation", condition)
@@ -273,13 +287,27 @@ def single_block(
     return x + gate * add_up(linear(p, "attn.to_out", both))
 
 
-def embed_time(p: dict, config: TransformerConfig, time: jax.Array) -> jax.Array:
-    """Sinusoidal embedding of the time, and an MLP of two layers: (batch, width)."""
+def embed_time(
+    p: dict, config: TransformerConfig, time: jax.Array, until: jax.Array | None = None
+) -> jax.Array:
+    """Embed the time, and for a flow map add the embedded time that it goes to: (batch, width)."""
+    if until is None:
+        return embed_number(p, TIME, config, time)
+    if not config.guidance_embeds:
+        raise ValueError(
+            "This transformer is no flow map, and has no embedder for the time that a step goes "
+            "to: leave `until` out."
+        )
+    first = embed_number(p, TIME, config, time)
+    return first + embed_number(p, SECOND_TIME, config, until)
+
+
+def embed_number(p: dict, name: str, config: TransformerConfig, number: jax.Array) -> jax.Array:
+    """Sinusoidal embedding of a number from 0 to 1, and an MLP of two layers: (batch, width)."""
     half = config.timestep_guidance_channels // 2
     frequencies = 10_000.0 ** -(np.arange(half) / half)
-    angles = 1000 * time.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
+    angles = 1000 * number.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
     waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-    name = "time_guidance_embed.timestep_embedder"
     return linear(p, f"{name}.linear_2", jax.nn.silu(linear(p, f"{name}.linear_1", waves)))
 
 
