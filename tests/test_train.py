@@ -17,7 +17,7 @@ from course.model.autoencoder import decode_latents, encode_latents
 from course.model.layers import Parameter
 from course.shapes import scenes
 from lab.cards import sd as cards
-from lab.train import data, export, flow, loop, unet, vae
+from lab.train import data, export, few_steps, flow, loop, unet, vae
 from lab.train.__main__ import main
 from lab.train.data import CHECKPOINTS
 
@@ -26,6 +26,18 @@ FLOW = flow.Recipe(steps=6, cooldown=3, peak=1e-3, warmup=2, batch=8, edits=2, p
 FLOW_CONFIG = replace(
     flow.CONFIG,
     transformer=replace(flow.CONFIG.transformer, num_attention_heads=2, num_single_layers=1),
+)
+FEW = few_steps.Recipe(
+    steps=6,
+    cooldown=3,
+    peak=1e-3,
+    warmup=2,
+    batch=8,
+    edits=2,
+    pool=16,
+    chunk=16,
+    path_steps=4,
+    nowhere=0.0,
 )
 SMALL = {
     "unet": {
@@ -43,8 +55,40 @@ def bundled(name: str) -> tuple:
     return sd.load(CHECKPOINTS / name)
 
 
+@functools.cache
+def small_teacher() -> dict:
+    """A teacher with few channels and made-up parameters, and the bundled VAE."""
+    declared = flux2.model_parameters(FLOW_CONFIG)
+    params = loop.initial_parameters(
+        jax.random.key(0),
+        {part: declared[part] for part in flow.TRAINED},
+        lambda key, name, parameter: 0.2 * jax.random.normal(key, parameter.shape),
+    )
+    return params | {"vae": flux2.load(flow.CHECKPOINT, jnp.float32)[0]["vae"]}
+
+
+def write_paths(folder: Path) -> None:
+    """Write made-up paths: straight ones, which all end at the same place."""
+    noise = np.asarray(few_steps.random_noise(0, FEW, FLOW_CONFIG))
+    captions, _, _ = few_steps.ask(0, FEW)
+    times = flux2.times(FEW.path_steps)[1:, None, None]
+    edits = few_steps.count_edits(FEW)
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez(
+        folder / "0000.npz",
+        paths=np.float16(times * noise[:, None] + (1 - times) * np.linspace(-1, 1, 16)),
+        captions=captions,
+        before=np.float16(noise[:edits]),
+        is_right=np.ones(FEW.chunk, bool),
+    )
+
+
 def train(name: str, folder: Path) -> dict:
     """Train a model with few channels, and else as the bundled one of this name."""
+    if name in few_steps.WAYS:
+        write_paths(folder.parent / "paths")
+        recipe = replace(FEW, nowhere=few_steps.WAYS[name].recipe.nowhere)
+        return few_steps.train(folder, recipe, FLOW_CONFIG, small_teacher(), name, judged=4)
     _, config, tokenize = bundled("shapes-sdxl" if name == "shapes-sdxl" else "shapes-sd")
     of_vae = bundled("shapes-sd")[0]["vae"]
     if name == "vae":
@@ -69,7 +113,7 @@ class Run(NamedTuple):
 
 
 # The model of shapes-sd is trained as that of shapes-sdxl, which starts from it and is told more.
-@pytest.fixture(scope="module", params=["vae", "shapes-sdxl", "shapes-flux2"])
+@pytest.fixture(scope="module", params=["vae", "shapes-sdxl", "shapes-flux2", *few_steps.WAYS])
 def run(request, tmp_path_factory):
     seen = {}
     train_by_loop = loop.train
@@ -81,6 +125,7 @@ def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("train") / request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "SAVE_EVERY", 2)
+        patch.setattr(few_steps, "RUNS", (1,))
         patch.setattr(loop, "train", train_and_see)
         yield Run(request.param, folder, train(request.param, folder), **seen)
 
@@ -129,6 +174,10 @@ def test_the_loss_falls_and_the_log_has_what_was_judged(run):
     if run.name == "vae":
         assert rows[-1]["psnr"].keys() == {"mean", "worst"}
         assert rows[-1]["restored"]["pictures"] == 4
+    elif run.name in few_steps.WAYS:
+        final = json.loads((run.folder / "final.json").read_text())
+        for counts in (rows[-1], final):
+            assert counts["drawn"].keys() == counts["edited"].keys() == {"1"}
     else:
         assert rows[-1]["drawn"].keys() == {"right", *scenes.ATTRIBUTES, "refused", "colors"}
 
@@ -170,6 +219,7 @@ def test_the_command_trains_all_in_order_and_writes_the_checkpoints(tmp_path, mo
     monkeypatch.setattr(vae, "train", fake(lambda config: bundled("shapes-sd")[0]["vae"]))
     monkeypatch.setattr(unet, "train", fake(unet_of))
     monkeypatch.setattr(flow, "train", fake(lambda config: flux2.load(flow.CHECKPOINT)[0]))
+    monkeypatch.setattr(few_steps, "train", fake(lambda config: flux2.load(flow.CHECKPOINT)[0]))
     main(["--work", str(tmp_path), "--shorten", "10"])
     assert trained == [
         ("vae", 300, False),
@@ -177,8 +227,9 @@ def test_the_command_trains_all_in_order_and_writes_the_checkpoints(tmp_path, mo
         ("shapes-sd", 300, True),
         ("shapes-sdxl", 600, True),
         ("flux2", 1150, False),
+        ("reflow-0", 120, False),
     ]
-    for name in ("shapes-sd", "shapes-sdxl", "shapes-flux2"):
+    for name in ("shapes-sd", "shapes-sdxl", "shapes-flux2", "shapes-few"):
         assert (tmp_path / "checkpoints" / name / "model_index.json").is_file()
     assert (tmp_path / "checkpoints" / "shapes-sd" / "loss.png").is_file()
 
@@ -278,7 +329,7 @@ def test_a_model_starts_from_what_fits_of_an_earlier_one():
         "text_encoder": {layers: jnp.ones((2, 4)), "other": jnp.ones(3), "more": jnp.ones(1)},
         "unet": {"conv_in.bias": jnp.ones(1)},
     }
-    started = jax.jit(unet.start_from)(params, earlier)
+    started = jax.jit(loop.start_from)(params, earlier)
     np.testing.assert_array_equal(started["text_encoder"][layers].mean(axis=1), [1, 1, 0])
     np.testing.assert_array_equal(started["text_encoder"]["other"], [0, 0])
     assert started.keys() == {"text_encoder"}
@@ -309,7 +360,8 @@ def test_the_loss_is_that_of_the_velocity_from_data_to_noise(batch, monkeypatch)
     target = found["noise"] - found["clean"]
     seen = []
 
-    def right(p, config, image, text, time, image_positions, text_positions):
+    def right(p, config, image, text, time, image_positions, text_positions, until):
+        assert until is None
         rows = slice(6, 8) if seen else slice(0, 6)  # first what is drawn, then the edits
         seen.append((image, time))
         more = image.shape[1] - target.shape[1]
@@ -360,6 +412,193 @@ def test_times_are_spread_over_all_of_the_distribution():
     assert float(jnp.median(times)) == pytest.approx(0.5, abs=0.01)
     shifted = flow.random_times(jax.random.key(0), replace(recipe, shift=3.0))
     assert float(jnp.median(shifted)) == pytest.approx(0.75, abs=0.01)
+
+
+def test_a_student_is_asked_for_no_held_out_combination():
+    recipe = replace(few_steps.RECIPE, chunk=64)
+    for number in range(3):
+        captions, asked, before = few_steps.ask(number, recipe)
+        edits = few_steps.count_edits(recipe)
+        assert (len(captions), len(asked), before.shape) == (64, 64, (edits, 64, 64, 3))
+        for named in asked:
+            combination = (named["color"], named["shape"], named["background"])
+            assert combination not in scenes.held_out()
+        said = [sum(map(bool, data.attributes_of(int(number)).values())) for number in captions]
+        assert said[-edits:] == [1] * edits  # of an edit, what changes
+        assert max(said[:-edits]) == 4
+    again, _, _ = few_steps.ask(2, recipe)
+    np.testing.assert_array_equal(captions, again)
+
+
+def test_settings_are_chosen_by_other_captions_than_those_that_are_judged():
+    others = few_steps.other_captions(flow.JUDGED)
+    assert len(others) == flow.JUDGED
+    judged = scenes.held_out_captions(flow.JUDGED)
+    for named in others:
+        assert named not in judged
+        assert (named["color"], named["shape"], named["background"]) in scenes.held_out()
+
+
+def test_a_path_is_kept_if_it_ends_at_what_was_asked_for_and_is_not_held_out():
+    (scene,) = scenes.training_scenes(1, seed=6)
+    named = {name: getattr(scene, name) for name in data.OPTIONS}
+    assert few_steps.is_right(named, scenes.render(scene))
+    assert few_steps.is_right(named | {"shape": None}, scenes.render(scene))
+    other = "small" if scene.size == "large" else "large"
+    assert not few_steps.is_right(named | {"size": other}, scenes.render(scene))
+    nothing = dict.fromkeys(data.OPTIONS)
+    color, shape, background = min(scenes.held_out())
+    unseen = scenes.Scene("medium", color, shape, background)
+    assert not few_steps.is_right(nothing, scenes.render(unseen))
+    assert not few_steps.is_right(nothing, np.zeros((64, 64, 3), np.uint8))
+
+
+def test_paths_of_the_teacher_are_those_of_guided_drawing_and_made_once(tmp_path, monkeypatch):
+    teacher, config, tokenize = flux2.load(flow.CHECKPOINT, jnp.float32)
+    recipe = replace(FEW, pool=8, chunk=8)
+    found = few_steps.prepare(tmp_path, recipe, config, teacher, tokenize)
+    chunk = np.load(tmp_path / "0000.npz")
+    draws = 8 - few_steps.count_edits(recipe)
+    assert found["drawn"].shape == (chunk["is_right"][:draws].sum(), 5, 16, 16)
+    assert found["edited"].shape == (chunk["is_right"][draws:].sum(), 5, 16, 16)
+    assert len(found["before"]) == len(found["edited"]) == len(found["edited_captions"])
+
+    _, _, before = few_steps.ask(0, recipe)
+    noise = few_steps.random_noise(0, recipe, config)
+    captions = [data.all_captions()[number] for number in chunk["captions"]]
+    for part, guidance, images in (
+        (slice(0, draws), 3.0, None),
+        (slice(draws, None), 2.0, before),
+    ):
+        reference = None if images is None else flux2.encode_images(teacher, config, images)
+        expected = flux2.denoise(
+            teacher,
+            config,
+            noise[part],
+            flux2.encode_prompts(teacher, config, *tokenize(captions[part])),
+            64,
+            64,
+            steps=recipe.path_steps,
+            guidance=guidance,
+            empty=flux2.encode_prompts(teacher, config, *tokenize([""])),
+            reference=reference,
+            shift=1.0,
+        )
+        np.testing.assert_allclose(chunk["paths"][part, -1], expected, atol=5e-3)
+
+    monkeypatch.setattr(few_steps, "make_teaching", lambda *_: None)
+    again = few_steps.prepare(tmp_path, recipe, config, teacher, tokenize)
+    for name, value in found.items():
+        np.testing.assert_array_equal(again[name], value)
+
+
+def test_between_two_points_a_path_is_straight():
+    paths = jax.random.normal(jax.random.key(0), (3, 5, 16, 16))
+    points = few_steps.on_path(paths, jnp.float32([1, 0.5, 0]))
+    np.testing.assert_array_equal(points, jnp.stack([paths[0, 0], paths[1, 2], paths[2, 4]]))
+    between = few_steps.on_path(paths, jnp.full(3, 0.625))
+    np.testing.assert_allclose(between, (paths[:, 1] + paths[:, 2]) / 2, atol=1e-6)
+
+
+def test_examples_go_from_a_time_to_an_earlier_one():
+    recipe = replace(FEW, batch=4000, at_noise=0.4, to_data=0.3)
+    times, until = map(np.asarray, few_steps.random_times(jax.random.key(0), recipe))
+    assert until.min() == 0 and times.max() == 1
+    assert (times - until).min() >= few_steps.LEAST_WAY - 1e-6
+    assert (times == 1).mean() == pytest.approx(0.4, abs=0.03)
+    assert (until == 0).mean() == pytest.approx(0.3, abs=0.03)
+    recipe = replace(recipe, nowhere=0.25)
+    times, until = few_steps.random_times(jax.random.key(0), recipe)
+    assert float((times == until).mean()) == pytest.approx(0.25, abs=0.03)
+
+
+def made_up_examples() -> dict[str, jax.Array]:
+    """Examples on curved paths: x at the time t is e^t times x at the time 0."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    clean = jax.random.normal(keys[0], (8, 16, 16))
+    times, until = few_steps.random_times(keys[1], replace(FEW, nowhere=0.3))
+    here = clean * jnp.exp(times)[:, None, None]
+    return {
+        "clean": clean,
+        "noise": clean * jnp.e,
+        "here": here,
+        "there": clean * jnp.exp(until)[:, None, None],
+        "velocity": here,
+        "times": times,
+        "until": until,
+        "reference": clean[:2],
+        "ids": jnp.zeros((8, 20), jnp.int32),
+        "mask": jnp.ones((8, 20), bool),
+    }
+
+
+def exact_average(p, config, x, text, times, reference, until):
+    """The average velocity on those paths, (1 - e^-way) / way times x."""
+    way = times - until
+    share = jnp.where(way > 0, -jnp.expm1(-way) / jnp.maximum(way, 1e-6), 1)
+    return x * share[:, None, None]
+
+
+def test_the_losses_of_flow_maps_are_0_for_the_exact_average_velocity(monkeypatch):
+    batch = made_up_examples()
+    monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
+    monkeypatch.setattr(flow, "predict", exact_average)
+    some = batch["times"] > batch["until"]  # a regression needs a way
+    assert 0 < int(some.sum()) < 8
+    ways = {name: value[some] for name, value in batch.items() if len(value) == 8}
+    losses = {
+        "regression": few_steps.regression_loss({"transformer": {}}, batch | ways, FLOW_CONFIG),
+        "meanflow": few_steps.meanflow_loss({"transformer": {}}, batch, FLOW_CONFIG),
+    }
+    for name, loss in losses.items():
+        assert float(loss) == pytest.approx(0, abs=1e-5), name
+    monkeypatch.setattr(flow, "predict", lambda p, config, x, *_: x)  # the velocity itself
+    assert float(few_steps.regression_loss({"transformer": {}}, batch | ways, FLOW_CONFIG)) > 1
+    assert float(few_steps.meanflow_loss({"transformer": {}}, batch, FLOW_CONFIG)) > 1
+
+
+def test_reflow_learns_the_line_between_the_ends_of_a_path(monkeypatch):
+    batch = made_up_examples()
+
+    def predict(p, config, mixed, text, times, reference):
+        expected = batch["clean"] + times[:, None, None] * (batch["noise"] - batch["clean"])
+        np.testing.assert_allclose(mixed, expected, atol=1e-5)
+        return batch["noise"] - batch["clean"]
+
+    monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
+    monkeypatch.setattr(flow, "predict", predict)
+    assert float(few_steps.reflow_loss({"transformer": {}}, batch, FLOW_CONFIG)) == 0
+
+
+@pytest.mark.parametrize("way", few_steps.WAYS)
+def test_a_student_starts_as_its_teacher(way):
+    teacher = small_teacher()
+    task = few_steps.make_task(way, FEW, FLOW_CONFIG, teacher)
+    params = task.start(jax.random.key(0))
+    student = few_steps.student_config(way, FLOW_CONFIG)
+    mixed = jax.random.normal(jax.random.key(1), (3, 16, 16))
+    text = jax.random.normal(jax.random.key(2), (3, 20, 192))
+    times = jnp.float32([1, 0.5, 0.2])
+    until = jnp.zeros(3) if student.transformer.guidance_embeds else None
+    asked = mixed, text, times, mixed[:1]
+    found = flow.predict(params["transformer"], student, *asked, until)
+    expected = flow.predict(teacher["transformer"], FLOW_CONFIG, *asked)
+    assert float(jnp.abs(expected).max()) > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert few_steps.student_config(way, FLOW_CONFIG).is_distilled
+
+
+def test_what_a_student_is_exported_as_is_read_again(tmp_path):
+    params, config, _ = flux2.load(flow.CHECKPOINT, jnp.bfloat16)
+    task = few_steps.make_task("regression", FEW, config, params)
+    student = few_steps.student_config("regression", config)
+    written = task.start(jax.random.key(0)) | {"vae": params["vae"]}
+    export.export_distilled(written, student, flow.CHECKPOINT, tmp_path)
+    read, found, _ = flux2.load(tmp_path, jnp.float32)
+    assert found == student
+    second = "time_guidance_embed.guidance_embedder.linear_1.weight"
+    expected = written["transformer"][second].astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_array_equal(read["transformer"][second], expected)
 
 
 def test_edges_are_where_the_colour_changes():

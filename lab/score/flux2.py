@@ -65,7 +65,7 @@ def hash_of_weights() -> str:
 def load() -> tuple[flow.Judge, dict]:
     """Return the judge, and the parameters without the VAE's, in float32."""
     params, _, _ = flux2.load(flow.CHECKPOINT, jnp.float32)
-    return flow.Judge(params.pop("vae"), flow.JUDGED), params
+    return flow.Judge(params.pop("vae"), scenes.held_out_captions(flow.JUDGED)), params
 
 
 def find_losses(kind: str, times: list[float]) -> list[float]:

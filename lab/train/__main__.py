@@ -4,6 +4,9 @@ Every part is seeded and resumable: run the same command again after an interrup
 on. All models use the VAE that is trained before them, or that of ``checkpoints/shapes-sd`` if
 "vae" is not chosen. The bundled checkpoints stay as they are, unless ``--to`` names their folder.
 
+"few-steps" trains a student of shapes-flux2, by ``--way``, for shapes-few: see
+``lab/train/few_steps.py``. Its teacher is the model that is trained before it, or the bundled one.
+
 The checkpoints' cards, README.md, are written by hand. When the training has ended,
 ``python -m lab.cards.sd FOLDER --draw FOLDER`` gives a card's scores and pictures, and
 ``python -m lab.cards.flux2`` those of shapes-flux2.
@@ -14,13 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
-from course import sd
+from course import flux2, sd
 from lab.cards.pictures import draw_losses
-from lab.train import export, flow, loop, unet, vae
+from lab.train import export, few_steps, flow, loop, unet, vae
 from lab.train.data import CHECKPOINTS, ROOT
 
-PARTS = ("vae", "shapes-sd", "shapes-sdxl", "shapes-flux2")
+PARTS = ("vae", "shapes-sd", "shapes-sdxl", "shapes-flux2", "few-steps")
 MOST_SHORTENED = 1_000  # beyond this, there are fewer scenes than a batch has
 
 
@@ -39,6 +43,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="an Nth of all steps and scenes, to try the way from end to end",
     )
+    ways = tuple(few_steps.WAYS)
+    add("--way", choices=ways, default=ways[0], help="of few-steps (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of few-steps, for its random numbers (default: 0)")
     options = parser.parse_args(arguments)
     for part in options.parts:
         if part not in PARTS:
@@ -95,6 +102,18 @@ def main(arguments: list[str] | None = None) -> None:
         recipe = shorten(flow.RECIPE, options.shorten)
         params = flow.train(work / "flux2", recipe, flow.CONFIG, of_vae)
         write(params, options.to / "shapes-flux2")
+    if "few-steps" in options.parts:
+        recipe = shorten(few_steps.WAYS[options.way].recipe, options.shorten)
+        recipe = replace(recipe, seed=options.seed)
+        if "shapes-flux2" in options.parts:
+            teacher = params
+        else:
+            teacher, _, _ = flux2.load(flow.CHECKPOINT, jnp.float32)
+        folder = work / "few-steps" / f"{options.way}-{options.seed}"
+        student = few_steps.train(folder, recipe, flow.CONFIG, teacher, options.way)
+        config = few_steps.student_config(options.way, flow.CONFIG)
+        export.export_distilled(student, config, flow.CHECKPOINT, options.to / "shapes-few")
+        print(f"Wrote {options.to / 'shapes-few'}.")
 
 
 def write(params: dict[str, dict[str, jax.Array]], folder: Path) -> None:

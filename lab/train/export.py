@@ -1,5 +1,6 @@
 """Write what was trained as a folder in the format of the bundled checkpoint that it is like."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -70,6 +71,24 @@ def export_flux2(params: dict[str, dict[str, jax.Array]], like: Path, folder: Pa
         stem = "model" if part == "text_encoder" else "diffusion_pytorch_model"
         write_safetensors(folder / part / f"{stem}.safetensors", values)
     tokenizers.write_qwen(folder / "tokenizer")
+
+
+def export_distilled(
+    params: dict[str, dict[str, jax.Array]], config: flux2.Config, like: Path, folder: Path
+) -> None:
+    """Write a student of the FLUX.2 in the folder ``like``, of this configuration.
+
+    See ``export_flux2``. What its configuration says besides: it is distilled, and whether it is a
+    flow map.
+    """
+    export_flux2(params, like, folder)
+    changes = {
+        "model_index.json": {"is_distilled": config.is_distilled},
+        "transformer/config.json": {"guidance_embeds": config.transformer.guidance_embeds},
+    }
+    for name, values in changes.items():
+        options = json.loads((folder / name).read_text()) | values
+        (folder / name).write_text(json.dumps(options, indent=2) + "\n")
 
 
 def unread_layers(values: dict[str, np.ndarray], config: flux2.TextConfig) -> dict[str, np.ndarray]:

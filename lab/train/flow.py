@@ -183,50 +183,102 @@ def random_batch(key: jax.Array, arrays: dict[str, jax.Array], recipe: Recipe) -
     }
 
 
-def loss_fn(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
-    """Return the mean squared error of the velocity."""
-    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
-    clean, noise, times = batch["clean"], batch["noise"], batch["times"]
-    mixed = clean + times[:, None, None] * (noise - clean)
+def predict(
+    p: dict,
+    config: flux2.Config,
+    mixed: jax.Array,
+    text: jax.Array,
+    times: jax.Array,
+    reference: jax.Array,
+    until: jax.Array | None = None,
+) -> jax.Array:
+    """Return the velocity of scenes to draw and, behind them, of scenes to edit.
+
+    Parameters
+    ----------
+    p : dict
+        The transformer's parameters.
+    config : flux2.Config
+    mixed : jax.Array
+        Tokens between data and noise, (batch, 16, 16).
+    text : jax.Array
+        The captions, encoded.
+    times : jax.Array
+        (batch,).
+    reference : jax.Array
+        The tokens of the scenes to edit, (edits, 16, 16), which are the last of the batch.
+    until : jax.Array, optional
+        For a flow map, the times that it goes to, (batch,).
+
+    Returns
+    -------
+    jax.Array
+        Float32, (batch, 16, 16).
+    """
     side = PIXELS // config.vae.pixels_per_token
     places = flux2.positions(side, side)
-    draws = len(clean) - len(batch["reference"])
+    draws = len(mixed) - len(reference)
 
-    def predict(image: jax.Array, part: slice, where: np.ndarray) -> jax.Array:
+    def run(image: jax.Array, part: slice, where: np.ndarray) -> jax.Array:
         return flux2.velocity(
-            params["transformer"],
+            p,
             config.transformer,
             image,
             text[part],
             times[part],
             where,
             flux2.text_positions(text.shape[1]),
+            until=None if until is None else until[part],
         )
 
-    drawn = predict(mixed[:draws], slice(0, draws), places)
-    with_reference = jnp.concatenate([mixed[draws:], batch["reference"]], axis=1)
+    drawn = run(mixed[:draws], slice(0, draws), places)
+    with_reference = jnp.concatenate([mixed[draws:], reference], axis=1)
     both = np.concatenate([places, flux2.positions(side, side, reference=1)])
-    changed = predict(with_reference, slice(draws, None), both)[:, : side**2]
-    predicted = jnp.concatenate([drawn, changed])
+    changed = run(with_reference, slice(draws, None), both)[:, : side**2]
+    return jnp.concatenate([drawn, changed])
+
+
+def loss_fn(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
+    """Return the mean squared error of the velocity."""
+    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
+    clean, noise, times = batch["clean"], batch["noise"], batch["times"]
+    mixed = clean + times[:, None, None] * (noise - clean)
+    p, reference = params["transformer"], batch["reference"]
+    predicted = predict(p, config, mixed, text, times, reference)
     return jnp.square(predicted - (noise - clean)).mean()
 
 
 class Judge:
     """Draws captions of held-out combinations, edits scenes into them, and counts what is right.
 
-    Picture ``k`` starts from the noise of ``jax.random.key(k)``. A scene to edit differs from what
-    the caption asks for in its colour, shape or background: see ``edited``.
+    Picture ``k`` starts from the noise of ``jax.random.key(first_key + k)``. A scene to edit
+    differs from what the caption asks for in its colour, shape or background: see ``edited``.
+
+    Parameters
+    ----------
+    vae : dict
+        The VAE's parameters.
+    asked : list of dict
+        What the captions name, such as ``scenes.held_out_captions`` gives it.
+    config : flux2.Config
+    first_key : int
     """
 
-    def __init__(self, vae: dict[str, jax.Array], count: int, config: flux2.Config = CONFIG):
+    def __init__(
+        self,
+        vae: dict[str, jax.Array],
+        asked: list[dict[str, str]],
+        config: flux2.Config = CONFIG,
+        first_key: int = 0,
+    ):
         self.vae = vae
         self.config = config
-        self.asked = scenes.held_out_captions(count)
+        self.asked = asked
         self.tokenize = Tokenizer(tokenizers.learn_qwen(), tokenizers.QWEN_LENGTH)
-        keys = jax.vmap(jax.random.key)(jnp.arange(count))
+        keys = jax.vmap(jax.random.key)(first_key + jnp.arange(len(asked)))
         shape = (16, config.transformer.in_channels)
         self.noise = jax.vmap(lambda key: jax.random.normal(key, shape))(keys)
-        rng = np.random.default_rng(scenes.CAPTION_SEED)
+        rng = np.random.default_rng(scenes.CAPTION_SEED + first_key)
         before, self.changes = [], []
         for named in self.asked:
             goal = scenes.random_scene(
@@ -322,7 +374,7 @@ def train(
     loop.note_training(folder, about)
     arrays = prepare(folder / f"data-{recipe.pool}-{recipe.pairs}.npz", recipe, config, vae)
     vae = with_statistics(vae, arrays["mean"], arrays["variance"])
-    judge = Judge(vae, judged, config)
+    judge = Judge(vae, scenes.held_out_captions(judged), config)
     arrays = {name: jnp.asarray(value) for name, value in arrays.items()}
     arrays["ids"], arrays["mask"] = map(jnp.asarray, judge.tokenize(data.all_captions()))
 

@@ -1,7 +1,7 @@
 """One loop for every training: seeded by step, resumable to the bit, and judged on the way.
 
-What a training has of its own is a ``Task``: ``vae``, ``unet`` and ``flow`` beside this module
-make them.
+What a training has of its own is a ``Task``: ``vae``, ``unet``, ``flow`` and ``few_steps`` beside
+this module make them.
 """
 
 import hashlib
@@ -23,7 +23,6 @@ from course.model.layers import Parameter
 
 LOG_EVERY = 50  # steps
 SAVE_EVERY = 250
-JUDGE_EVERY = 1000
 EMA_DECAY = 0.999  # of the moving average of the weights, at each step
 
 
@@ -46,6 +45,8 @@ class Recipe:
         Steps in which the learning rate rises to its peak, at the beginning.
     seed : int
         Of the first parameters, and of what is drawn for each step.
+    judge_every : int
+        After how many steps the model is judged, besides at the end.
     """
 
     steps: int
@@ -55,6 +56,7 @@ class Recipe:
     pool: int
     warmup: int = 100
     seed: int = 0
+    judge_every: int = 1000
 
 
 class Task(NamedTuple):
@@ -84,6 +86,26 @@ def initial_parameters(
             key, own = jax.random.split(key)
             params[part][name] = start(own, name, parameter)
     return params
+
+
+def start_from(params: dict, earlier: dict) -> dict:
+    """Return parameters with each layer's of an earlier model, wherever name and shape agree.
+
+    They are copies: a training gives away the memory of the parameters that it starts from.
+    """
+    started = {}
+    for part, values in params.items():
+        started[part] = dict(values)
+        for name, value in earlier.get(part, {}).items():
+            if name not in values:
+                continue
+            own = values[name]
+            if "*" in name and own.shape[1:] == value.shape[1:]:
+                layers = min(len(own), len(value))
+                started[part][name] = own.at[:layers].set(value[:layers])
+            elif own.shape == value.shape:
+                started[part][name] = jnp.copy(value)
+    return started
 
 
 def start_layer(key: jax.Array, name: str, parameter: Parameter) -> jax.Array:
@@ -264,7 +286,7 @@ def train(
                 print(f"{folder.name}: step {done:,} of {steps:,}, loss {mean:.4f}", flush=True)
                 started, cpu = now, spent
             # It is judged before it is saved: after an interruption, it is judged again.
-            if done % JUDGE_EVERY == 0 or done == steps:
+            if done % task.recipe.judge_every == 0 or done == steps:
                 judged = judge(state["average"])
                 write(step=done, **judged)
                 print(f"{folder.name}: judged {judged}", flush=True)

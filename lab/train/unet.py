@@ -110,23 +110,6 @@ def loss_fn(params: dict, batch: Batch, config: sd.Config) -> jax.Array:
     return jnp.square(predicted - target).mean()
 
 
-def start_from(params: dict, earlier: dict) -> dict:
-    """Return parameters with each layer's of an earlier model, wherever name and shape agree."""
-    started = {}
-    for part, values in params.items():
-        started[part] = dict(values)
-        for name, value in earlier.get(part, {}).items():
-            if name not in values:
-                continue
-            own = values[name]
-            if "*" in name and own.shape[1:] == value.shape[1:]:
-                layers = min(len(own), len(value))
-                started[part][name] = own.at[:layers].set(value[:layers])
-            elif own.shape == value.shape:
-                started[part][name] = value
-    return started
-
-
 def make_task(recipe: loop.Recipe, config: sd.Config, earlier: dict | None = None) -> loop.Task:
     """Return what the loop needs to know of this training."""
     declared = {
@@ -137,7 +120,7 @@ def make_task(recipe: loop.Recipe, config: sd.Config, earlier: dict | None = Non
 
     def start(key: jax.Array) -> dict:
         params = loop.initial_parameters(key, declared, loop.start_layer)
-        return params if earlier is None else start_from(params, earlier)
+        return params if earlier is None else loop.start_from(params, earlier)
 
     return loop.Task(
         recipe=recipe,

@@ -1,0 +1,539 @@
+"""Train a student of the small FLUX.2 that draws in one, two or four runs of its transformer.
+
+The teacher draws and edits scenes with guidance, in small steps, and its paths are kept, from the
+noise to the image. From them a student learns in one of three ways:
+
+- ``reflow`` (Liu et al., 2022): by the loss of flow matching, with noise and image of one path as
+  a pair. The lines of such pairs hardly cross, so a long step goes right.
+- ``regression``: it becomes a flow map, which is also told the time that a step goes to. It learns
+  the average velocity between two points of a path.
+- ``meanflow`` (Geng et al., 2025): a flow map, too. It learns the average velocity from the
+  teacher's velocity at one point, and from its own derivative in that direction.
+
+Guidance is in the paths, so the student needs none, and a step is a single run. Settings are chosen
+by ``other_captions``, which are judged on the way, and not by those that are judged at the end.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from course import flux2
+from course.flux2.tokenizer import Tokenizer
+from course.flux2.transformer import SECOND_TIME
+from course.model.guidance import guide
+from course.shapes import judge, scenes
+from lab.train import data, flow, loop
+from lab.train.data import OPTIONS, PIXELS
+
+# Of the teacher. By the card of shapes-flux2, edits are best at 2.
+GUIDANCE = {"drawings": 3.0, "edits": 2.0}
+SCENES_SEED = 1_000_000  # of the first chunk's scenes; each chunk has the next one
+NOISE_SEED = 17
+RUNS = (1, 2, 4)  # which are judged
+OTHER_FIRST_KEY = 1000  # of the noise in which settings are judged
+HUBER = 0.25  # the error of an example, in all its numbers, beyond which the loss is linear
+LEAST_WAY = 0.05  # from a time to the next, for a flow map
+
+
+@dataclass(frozen=True)
+class Recipe(loop.Recipe):
+    """How a student is trained. Of ``pool``, the teacher's paths, there are only whole chunks.
+
+    Attributes
+    ----------
+    edits : int
+        How many examples of a step edit a scene. The share of the paths is the same.
+    chunk : int
+        Paths in a file.
+    path_steps : int
+        Steps of a path.
+    at_noise : float
+        The share of examples that start at the noise, at the time 1. Others start anywhere.
+    to_data : float
+        For a flow map, the share of examples that go to the data, at the time 0.
+    nowhere : float
+        For ``meanflow``, the share of examples that go nowhere: their average velocity is the
+        velocity itself.
+    """
+
+    edits: int = 32
+    chunk: int = 256
+    path_steps: int = 10
+    at_noise: float = 0.5
+    to_data: float = 0.5
+    nowhere: float = 0.0
+
+
+# What the student learns from.
+
+
+def count_edits(recipe: Recipe) -> int:
+    """Return how many paths of a chunk edit a scene: the last ones."""
+    return recipe.chunk * recipe.edits // recipe.batch
+
+
+def random_noise(number: int, recipe: Recipe, config: flux2.Config) -> jax.Array:
+    """Return the noise of a chunk's paths: float32, (chunk, 16, 16). It is in no file."""
+    key = jax.random.fold_in(jax.random.key(NOISE_SEED), number)
+    return flux2.random_tokens(key, config, recipe.chunk, PIXELS, PIXELS)
+
+
+def ask(number: int, recipe: Recipe) -> tuple[jax.Array, list[dict], np.ndarray]:
+    """Choose what a chunk asks the teacher for: no held-out combination.
+
+    Returns
+    -------
+    captions : jax.Array
+        Numbers of captions: int32, (chunk,).
+    asked : list of dict
+        For each caption the attributes that the image must have.
+    before : numpy.ndarray
+        The scenes to edit: float32, (edits, 64, 64, 3), from 0 to 1.
+    """
+    seed = SCENES_SEED + number
+    some = scenes.training_scenes(recipe.chunk, seed)
+    draws = recipe.chunk - count_edits(recipe)
+    attributes = jnp.int32([data.attribute_indices(scene) for scene in some[:draws]])
+    captions = data.random_captions(jax.random.key(seed), attributes, flow.FULL_CAPTIONS)
+    asked = [data.attributes_of(int(caption)) for caption in captions]
+
+    rng = np.random.default_rng([seed, 1])
+    after, changed = zip(*(flow.edited(rng, scene) for scene in some[draws:]), strict=True)
+    attributes = jnp.int32([data.attribute_indices(scene) for scene in after])
+    which = jnp.arange(len(OPTIONS)) == jnp.int32(changed)[:, None]
+    captions = jnp.concatenate([captions, data.caption_number(attributes, which)])
+    asked += [{name: getattr(scene, name) for name in OPTIONS} for scene in after]
+    before = np.float32([scenes.render(scene) for scene in some[draws:]]) / 255
+    return captions, asked, before
+
+
+def guided_velocity(
+    teacher: dict,
+    config: flux2.Config,
+    mixed: jax.Array,
+    text: jax.Array,
+    empty: jax.Array,
+    times: jax.Array,
+    reference: jax.Array,
+) -> jax.Array:
+    """Return the teacher's velocity with guidance: arguments and result as of ``flow.predict``.
+
+    ``empty`` is the empty caption, encoded: (1, tokens, channels).
+    """
+    p = teacher["transformer"]
+    without = flow.predict(p, config, mixed, jnp.broadcast_to(empty, text.shape), times, reference)
+    prompted = flow.predict(p, config, mixed, text, times, reference)
+    is_edit = jnp.arange(len(mixed)) >= len(mixed) - len(reference)
+    scale = jnp.where(is_edit, GUIDANCE["edits"], GUIDANCE["drawings"])
+    return guide(scale, without, prompted)
+
+
+def make_teaching(
+    recipe: Recipe, config: flux2.Config, tokenize: Tokenizer
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    """Return a program by which the teacher draws and edits.
+
+    It takes the teacher's parameters, noise, numbers of captions and scenes to edit. It gives the
+    paths without the noise, float16, (chunk, path_steps, 16, 16); the tokens of the scenes to edit,
+    float16, (edits, 16, 16); and images from 0 to 1, float32, (chunk, 64, 64, 3).
+    """
+    ids, mask = map(jnp.asarray, tokenize(data.all_captions()))
+    at = jnp.asarray(flux2.times(recipe.path_steps))
+
+    @jax.jit
+    def teach(
+        teacher: dict, noise: jax.Array, captions: jax.Array, before: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        text = flux2.encode_prompts(teacher, config, ids[captions], mask[captions])
+        empty = flux2.encode_prompts(teacher, config, ids[-1:], mask[-1:])
+        reference = flux2.encode_images(teacher, config, before)
+
+        def step(x: jax.Array, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            now, then = pair
+            times = jnp.full(len(x), now)
+            moved = guided_velocity(teacher, config, x, text, empty, times, reference)
+            x = x + (then - now) * moved
+            return x, x
+
+        clean, points = jax.lax.scan(step, noise, (at[:-1], at[1:]))
+        images = flux2.decode(teacher["vae"], config.vae, clean, PIXELS, PIXELS)
+        return jnp.float16(points.swapaxes(0, 1)), jnp.float16(reference), images
+
+    return teach
+
+
+def is_right(named: dict[str, str | None], image: np.ndarray) -> bool:
+    """Return whether an image shows what was asked for, and no held-out combination.
+
+    A caption that leaves out the background, say, may lead to any.
+    """
+    seen = judge.read_scene(image)
+    if isinstance(seen, judge.Refusal):
+        return False
+    if (seen.color, seen.shape, seen.background) in scenes.held_out():
+        return False
+    return all(judge.right_attributes(named, seen).values())
+
+
+def prepare(
+    folder: Path,
+    recipe: Recipe,
+    config: flux2.Config,
+    teacher: dict[str, dict[str, jax.Array]],
+    tokenize: Tokenizer,
+) -> dict[str, np.ndarray]:
+    """Return paths of the teacher, which are kept in the folder, a file for each chunk.
+
+    Those whose end is wrong, or shows a held-out combination, are left out.
+
+    Returns
+    -------
+    dict
+        ``drawn`` and ``edited``: float16, (paths, path_steps + 1, 16, 16), from the noise to the
+        data. ``drawn_captions`` and ``edited_captions``: int32, (paths,). ``before``, the tokens of
+        the scenes to edit: float16, (paths, 16, 16).
+
+    Raises
+    ------
+    SystemExit
+        If the folder holds paths of another teacher or by other steps.
+    ValueError
+        If no path is right.
+    """
+    about = {
+        "teacher": loop.fingerprint(teacher["transformer"]),
+        "guidance": GUIDANCE,
+        "path_steps": recipe.path_steps,
+        "chunk": recipe.chunk,
+        "edits": count_edits(recipe),
+    }
+    loop.note_training(folder, about)
+    teach = make_teaching(recipe, config, tokenize)
+
+    def make(number: int, processes: Executor) -> dict[str, np.ndarray]:
+        started = time.monotonic()
+        captions, asked, before = ask(number, recipe)
+        noise = random_noise(number, recipe, config)
+        paths, reference, images = teach(teacher, noise, captions, before)
+        pictures = np.uint8(np.rint(255 * np.asarray(images)))
+        right = list(processes.map(is_right, asked, pictures, chunksize=16))
+        seconds = time.monotonic() - started
+        print(f"chunk {number}: {sum(right)} of {len(right)} right, {seconds:.0f} s", flush=True)
+        return {
+            "paths": np.asarray(paths),
+            "before": np.asarray(reference),
+            "captions": np.asarray(captions),
+            "is_right": np.array(right),
+            "seconds": np.array(seconds),
+        }
+
+    found = {name: [] for name in ("drawn", "drawn_captions", "edited", "edited_captions")}
+    found["before"] = []
+    draws = recipe.chunk - count_edits(recipe)
+    # JAX has threads, so its process must not be forked.
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as processes:
+        for number in range(math.ceil(recipe.pool / recipe.chunk)):
+            file = folder / f"{number:04}.npz"
+            chunk = data.kept(file, partial(make, number, processes))
+            noise = np.float16(random_noise(number, recipe, config))
+            paths = np.concatenate([noise[:, None], chunk["paths"]], axis=1)
+            (drawn,) = np.nonzero(chunk["is_right"][:draws])
+            (edited,) = np.nonzero(chunk["is_right"][draws:])
+            found["drawn"].append(paths[drawn])
+            found["drawn_captions"].append(chunk["captions"][drawn])
+            found["edited"].append(paths[draws + edited])
+            found["edited_captions"].append(chunk["captions"][draws + edited])
+            found["before"].append(chunk["before"][edited])
+    found = {name: np.concatenate(parts) for name, parts in found.items()}
+    if not len(found["drawn"]) or not len(found["edited"]):
+        raise ValueError(
+            f"Of the teacher's paths in {folder}, {len(found['drawn'])} drawings and "
+            f"{len(found['edited'])} edits are right, and each is needed: give another teacher, or "
+            "a larger pool."
+        )
+    return found
+
+
+def on_path(paths: jax.Array, times: jax.Array) -> jax.Array:
+    """Return where paths are at times of theirs: (batch, 16, 16).
+
+    ``paths`` is (batch, steps + 1, 16, 16), at evenly spaced times from 1 to 0. A step is straight,
+    so between two points the path is on the line.
+    """
+    steps = paths.shape[1] - 1
+    place = (1 - times) * steps
+    first = jnp.minimum(jnp.int32(place), steps - 1)
+    share = (place - first)[:, None, None]
+    rows = jnp.arange(len(paths))
+    return (1 - share) * paths[rows, first] + share * paths[rows, first + 1]
+
+
+def random_times(key: jax.Array, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
+    """Draw at which times examples start, and to which times they go: each (batch,)."""
+    keys = jax.random.split(key, 5)
+    shape = (recipe.batch,)
+    times = jax.random.uniform(keys[0], shape, minval=LEAST_WAY)
+    times = jnp.where(jax.random.uniform(keys[1], shape) < recipe.at_noise, 1, times)
+    until = jax.random.uniform(keys[2], shape) * (times - LEAST_WAY)
+    until = jnp.where(jax.random.uniform(keys[3], shape) < recipe.to_data, 0, until)
+    until = jnp.where(jax.random.uniform(keys[4], shape) < recipe.nowhere, times, until)
+    return times, until
+
+
+def random_batch(
+    key: jax.Array, arrays: dict[str, jax.Array], recipe: Recipe, config: flux2.Config
+) -> dict[str, jax.Array]:
+    """Draw paths of drawings, and behind them of edits, with two times for each.
+
+    ``config`` is the teacher's. The teacher is asked for its velocity if it is in ``arrays``.
+    """
+    keys = jax.random.split(key, 3)
+    draws = recipe.batch - recipe.edits
+    rows = jax.random.randint(keys[0], (draws,), 0, len(arrays["drawn"]))
+    edits = jax.random.randint(keys[1], (recipe.edits,), 0, len(arrays["edited"]))
+    paths = jnp.concatenate([arrays["drawn"][rows], arrays["edited"][edits]]).astype(jnp.float32)
+    captions = jnp.concatenate([arrays["drawn_captions"][rows], arrays["edited_captions"][edits]])
+    times, until = random_times(keys[2], recipe)
+    batch = {
+        "noise": paths[:, 0],
+        "clean": paths[:, -1],
+        "here": on_path(paths, times),
+        "there": on_path(paths, until),
+        "times": times,
+        "until": until,
+        "reference": arrays["before"][edits].astype(jnp.float32),
+        "ids": arrays["ids"][captions],
+        "mask": arrays["mask"][captions],
+    }
+    if "teacher" in arrays:
+        teacher = arrays["teacher"]
+        text = flux2.encode_prompts(teacher, config, batch["ids"], batch["mask"])
+        empty = flux2.encode_prompts(teacher, config, arrays["ids"][-1:], arrays["mask"][-1:])
+        batch["velocity"] = guided_velocity(
+            teacher, config, batch["here"], text, empty, times, batch["reference"]
+        )
+    return batch
+
+
+# By which losses.
+
+
+def huber(error: jax.Array) -> jax.Array:
+    """Return the mean pseudo-Huber loss of errors, (batch, 16, 16): float32, ().
+
+    It is quadratic for small errors and linear for large ones, so that a few paths that are far
+    from their neighbours do not decide (Song and Dhariwal, 2023; Lee et al., 2024).
+    """
+    squares = jnp.square(error).sum(axis=(1, 2))
+    return (jnp.sqrt(squares + HUBER**2) - HUBER).mean()
+
+
+def reflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
+    """Return the loss of the velocity on the straight line between the ends of a path."""
+    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
+    line = batch["noise"] - batch["clean"]
+    mixed = batch["clean"] + batch["times"][:, None, None] * line
+    p, reference = params["transformer"], batch["reference"]
+    return huber(flow.predict(p, config, mixed, text, batch["times"], reference) - line)
+
+
+def regression_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
+    """Return the loss of the average velocity between two points of a path."""
+    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
+    here, times, until = batch["here"], batch["times"], batch["until"]
+    average = (here - batch["there"]) / (times - until)[:, None, None]
+    p, reference = params["transformer"], batch["reference"]
+    return huber(flow.predict(p, config, here, text, times, reference, until) - average)
+
+
+def meanflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
+    """Return the loss of the average velocity by the identity of MeanFlow.
+
+    Average velocity times way is distance. By the product rule, how the distance changes as the
+    start moves on is the average velocity plus the way times the change of the average velocity,
+    and that is the velocity at the start.
+    """
+    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
+    times, until = batch["times"], batch["until"]
+
+    def average(p: dict, text: jax.Array, here: jax.Array, times: jax.Array) -> jax.Array:
+        return flow.predict(p, config, here, text, times, batch["reference"], until)
+
+    # Outside of what is differentiated by parameters: a gradient through the scan of the blocks
+    # would take second derivatives along, even if nothing is done with them.
+    fixed = jax.lax.stop_gradient((params["transformer"], text))
+    start = batch["here"], times
+    direction = batch["velocity"], jnp.ones_like(times)
+    _, change = jax.jvp(partial(average, *fixed), start, direction)
+    target = batch["velocity"] - (times - until)[:, None, None] * change
+    return huber(average(params["transformer"], text, *start) - target)
+
+
+class Way(NamedTuple):
+    """How a student learns from the teacher."""
+
+    loss: Callable[[dict, dict, flux2.Config], jax.Array]
+    recipe: Recipe
+    is_map: bool  # whether it is told the time that a step goes to
+    asks: bool = False  # whether each step asks the teacher for velocities
+
+
+RECIPE = Recipe(
+    steps=1_200,
+    cooldown=800,
+    peak=1e-3,
+    batch=128,
+    pool=10_240,
+    warmup=50,
+    judge_every=200,
+)
+WAYS = {
+    "reflow": Way(reflow_loss, RECIPE, is_map=False),
+    "regression": Way(regression_loss, RECIPE, is_map=True),
+    # A step takes about two and a half times as long.
+    "meanflow": Way(
+        meanflow_loss,
+        replace(RECIPE, steps=480, cooldown=320, nowhere=0.5, judge_every=80),
+        is_map=True,
+        asks=True,
+    ),
+}
+
+
+# Training and judging.
+
+
+def student_config(way: str, config: flux2.Config) -> flux2.Config:
+    """Return the configuration of the student of a teacher: a flow map's is told a second time."""
+    return replace(
+        config,
+        transformer=replace(config.transformer, guidance_embeds=WAYS[way].is_map),
+        is_distilled=True,
+    )
+
+
+def other_captions(count: int) -> list[dict[str, str]]:
+    """List attributes of full captions of held-out combinations, to choose settings by.
+
+    None of them is among the ``flow.JUDGED`` captions that are judged at the end: the size differs.
+    """
+    judged = scenes.held_out_captions(flow.JUDGED)
+    others = []
+    for color, shape, background in sorted(scenes.held_out()):
+        for size in scenes.SIZES:
+            named = {"color": color, "shape": shape, "background": background, "size": size}
+            if named not in judged:
+                others.append(named)
+    order = np.random.default_rng(scenes.CAPTION_SEED).permutation(len(others))
+    return [others[place] for place in order[:count]]
+
+
+def make_judge(
+    vae: dict[str, jax.Array], asked: list[dict[str, str]], config: flux2.Config, first_key: int
+) -> Callable[[dict], dict[str, dict[str, int]]]:
+    """Return a function from parameters to how many images are right, drawn and edited, by runs.
+
+    Arguments are as of ``flow.Judge``.
+    """
+    judges = flow.Judge(vae, asked, config, first_key)
+
+    def count_right(params: dict) -> dict[str, dict[str, int]]:
+        counts = {}
+        for kind, edit in (("drawn", False), ("edited", True)):
+            counts[kind] = {}
+            for runs in RUNS:
+                found = judges(params, steps=runs, guidance=1, edit=edit)
+                counts[kind][str(runs)] = found["right"]
+        return counts
+
+    return count_right
+
+
+def make_task(
+    way: str, recipe: Recipe, config: flux2.Config, teacher: dict[str, dict[str, jax.Array]]
+) -> loop.Task:
+    """Return what the loop needs to know of this training, which starts from the teacher.
+
+    ``config`` is the teacher's. A flow map's second embedder adds nothing at first.
+    """
+    student = student_config(way, config)
+    declared = flux2.model_parameters(student)
+    declared = {part: declared[part] for part in flow.TRAINED}
+    last = f"{SECOND_TIME}.linear_2.weight"
+
+    def start(key: jax.Array) -> dict:
+        params = loop.initial_parameters(key, declared, flow.start_layer)
+        if last in params["transformer"]:
+            params["transformer"][last] = jnp.zeros(declared["transformer"][last].shape)
+        return loop.start_from(params, teacher)
+
+    return loop.Task(
+        recipe=recipe,
+        start=start,
+        matrices=loop.matrices_of(declared, stacked_only=True),
+        random_batch=lambda key, arrays: random_batch(key, arrays, recipe, config),
+        loss=lambda params, batch: WAYS[way].loss(params, batch, student),
+    )
+
+
+def train(
+    folder: Path,
+    recipe: Recipe,
+    config: flux2.Config,
+    teacher: dict[str, dict[str, jax.Array]],
+    way: str,
+    judged: int = flow.JUDGED,
+) -> dict[str, dict[str, jax.Array]]:
+    """Train a student, and return its averaged parameters with the VAE, as ``flux2.load`` does.
+
+    Parameters
+    ----------
+    folder : Path
+        Holds the state to resume from, and ``final.json`` with how many captions that are judged at
+        the end come out right. The teacher's paths are kept in the folder that it is in, as they
+        serve every student.
+    recipe : Recipe
+    config : flux2.Config
+        The teacher's, such as ``flow.CONFIG``.
+    teacher : dict
+        The teacher's parameters, with the VAE, in float32.
+    way : str
+        Of ``WAYS``.
+    judged : int
+        How many pictures are drawn, and how many edited, to be judged, in each number of runs.
+    """
+    about = {
+        "way": way,
+        "teacher": loop.fingerprint(teacher["transformer"]),
+        "batch": recipe.batch,
+        "edits": recipe.edits,
+        "pool": recipe.pool,
+        "seed": recipe.seed,
+    }
+    loop.note_training(folder, about)
+    student, vae = student_config(way, config), teacher["vae"]
+    count_others = make_judge(vae, other_captions(judged), student, OTHER_FIRST_KEY)
+    count_right = make_judge(vae, scenes.held_out_captions(judged), student, 0)
+    tokenize = flux2.load_tokenizer(flow.CHECKPOINT, config)
+    arrays = prepare(folder.parent / "paths", recipe, config, teacher, tokenize)
+    arrays = {name: jnp.asarray(value) for name, value in arrays.items()}
+    arrays["ids"], arrays["mask"] = map(jnp.asarray, tokenize(data.all_captions()))
+    if WAYS[way].asks:
+        arrays["teacher"] = {part: teacher[part] for part in flow.TRAINED}
+    average = loop.train(folder, make_task(way, recipe, config, teacher), arrays, count_others)
+    final = count_right(average)
+    (folder / "final.json").write_text(json.dumps(final, indent=1) + "\n")
+    print(f"{folder.name}: at the end {final}", flush=True)
+    return average | {"vae": vae}
