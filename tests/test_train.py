@@ -37,7 +37,6 @@ FEW = few_steps.Recipe(
     pool=16,
     chunk=16,
     path_steps=4,
-    nowhere=0.0,
 )
 SMALL = {
     "unet": {
@@ -584,7 +583,7 @@ def test_a_student_starts_as_its_teacher(way):
     found = flow.predict(params["transformer"], student, *asked, until)
     expected = flow.predict(teacher["transformer"], FLOW_CONFIG, *asked)
     assert float(jnp.abs(expected).max()) > 0.1
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert few_steps.student_config(way, FLOW_CONFIG).is_distilled
 
 
