@@ -566,7 +566,34 @@ def test_reflow_learns_the_line_between_the_ends_of_a_path(monkeypatch):
 
     monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
     monkeypatch.setattr(flow, "predict", predict)
-    assert float(few_steps.reflow_loss({"transformer": {}}, batch, FLOW_CONFIG)) == 0
+    loss = few_steps.reflow_loss({"transformer": {}}, batch, FLOW_CONFIG)
+    assert float(loss) == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.parametrize("way", ["reflow", "regression"])
+def test_a_student_learns_to_go_on_from_where_it_arrives_itself(way, monkeypatch):
+    batch = made_up_examples()
+    is_own = jnp.arange(8) % 2 == 0
+    batch |= {"is_own": is_own, "until": jnp.zeros(8), "there": batch["clean"]}
+    times = batch["times"][:, None, None]
+    places = batch["here"]
+    if way == "reflow":
+        places = batch["clean"] + times * (batch["noise"] - batch["clean"])
+    arrived = batch["noise"] - (1 - times) * 0.5  # its velocity is a half, wherever it is
+    seen = []
+
+    def predict(p, config, mixed, text, times, *others):
+        seen.append(mixed)
+        return jnp.full_like(mixed, 0.5)
+
+    monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
+    monkeypatch.setattr(flow, "predict", predict)
+    loss = few_steps.WAYS[way].loss({"transformer": {}}, batch, FLOW_CONFIG)
+    expected = jnp.where(is_own[:, None, None], arrived, places)
+    np.testing.assert_array_equal(seen[0], batch["noise"])
+    np.testing.assert_allclose(seen[1], expected, atol=1e-5)
+    error = 0.5 - (expected - batch["clean"]) / times
+    assert float(loss) == pytest.approx(float(few_steps.huber(error)), rel=1e-4)
 
 
 @pytest.mark.parametrize("way", few_steps.WAYS)

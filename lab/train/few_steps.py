@@ -66,6 +66,11 @@ class Recipe(loop.Recipe):
     nowhere : float
         For ``meanflow``, the share of examples that go nowhere: their average velocity is the
         velocity itself.
+    own : float
+        For ``reflow`` and ``regression``, the share of examples that go to the data from where the
+        student itself arrives by one step from the noise, and not from the line or the path. There
+        it will be when it draws (Yin et al., 2024, call that backward simulation). It costs one
+        more run of the transformer.
     """
 
     edits: int = 32
@@ -74,6 +79,7 @@ class Recipe(loop.Recipe):
     at_noise: float = 0.5
     to_data: float = 0.5
     nowhere: float = 0.0
+    own: float = 0.0
 
 
 # What the student learns from.
@@ -299,13 +305,15 @@ def random_batch(
 
     ``config`` is the teacher's. The teacher is asked for its velocity if it is in ``arrays``.
     """
-    keys = jax.random.split(key, 3)
+    keys = jax.random.split(key, 4)
     draws = recipe.batch - recipe.edits
     rows = jax.random.randint(keys[0], (draws,), 0, len(arrays["drawn"]))
     edits = jax.random.randint(keys[1], (recipe.edits,), 0, len(arrays["edited"]))
     paths = jnp.concatenate([arrays["drawn"][rows], arrays["edited"][edits]]).astype(jnp.float32)
     captions = jnp.concatenate([arrays["drawn_captions"][rows], arrays["edited_captions"][edits]])
     times, until = random_times(keys[2], recipe)
+    is_own = jax.random.uniform(keys[3], times.shape) < recipe.own
+    until = jnp.where(is_own, 0, until)
     batch = {
         "noise": paths[:, 0],
         "clean": paths[:, -1],
@@ -317,6 +325,8 @@ def random_batch(
         "ids": arrays["ids"][captions],
         "mask": arrays["mask"][captions],
     }
+    if recipe.own:
+        batch["is_own"] = is_own
     if "teacher" in arrays:
         teacher = arrays["teacher"]
         text = flux2.encode_prompts(teacher, config, batch["ids"], batch["mask"])
@@ -340,22 +350,49 @@ def huber(error: jax.Array) -> jax.Array:
     return (jnp.sqrt(squares + HUBER**2) - HUBER).mean()
 
 
+def start_places(
+    batch: dict,
+    places: jax.Array,
+    predict: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    """Return where examples start: at ``places``, or where the student itself arrives.
+
+    ``predict`` gives the student's velocity from a place, a time and the time to go to.
+    """
+    if "is_own" not in batch:
+        return places
+    noise, times = batch["noise"], batch["times"]
+    way = (1 - times)[:, None, None]
+    arrived = noise - way * predict(noise, jnp.ones_like(times), times)
+    chosen = jnp.where(batch["is_own"][:, None, None], arrived, places)
+    return jax.lax.stop_gradient(chosen)
+
+
 def reflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     """Return the loss of the velocity on the straight line between the ends of a path."""
     text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
-    line = batch["noise"] - batch["clean"]
-    mixed = batch["clean"] + batch["times"][:, None, None] * line
-    p, reference = params["transformer"], batch["reference"]
-    return huber(flow.predict(p, config, mixed, text, batch["times"], reference) - line)
+    p, reference, clean = params["transformer"], batch["reference"], batch["clean"]
+
+    def predict(x: jax.Array, times: jax.Array, until: jax.Array | None = None) -> jax.Array:
+        return flow.predict(p, config, x, text, times, reference)
+
+    share = batch["times"][:, None, None]
+    here = start_places(batch, clean + share * (batch["noise"] - clean), predict)
+    return huber(predict(here, batch["times"]) - (here - clean) / share)
 
 
 def regression_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     """Return the loss of the average velocity between two points of a path."""
     text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
-    here, times, until = batch["here"], batch["times"], batch["until"]
-    average = (here - batch["there"]) / (times - until)[:, None, None]
     p, reference = params["transformer"], batch["reference"]
-    return huber(flow.predict(p, config, here, text, times, reference, until) - average)
+    times, until = batch["times"], batch["until"]
+
+    def predict(x: jax.Array, times: jax.Array, until: jax.Array) -> jax.Array:
+        return flow.predict(p, config, x, text, times, reference, until)
+
+    here = start_places(batch, batch["here"], predict)
+    average = (here - batch["there"]) / (times - until)[:, None, None]
+    return huber(predict(here, times, until) - average)
 
 
 def meanflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
