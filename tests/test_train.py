@@ -559,7 +559,8 @@ def test_the_losses_of_flow_maps_are_0_for_the_exact_average_velocity(monkeypatc
 def test_reflow_learns_the_line_between_the_ends_of_a_path(monkeypatch):
     batch = made_up_examples()
 
-    def predict(p, config, mixed, text, times, reference):
+    def predict(p, config, mixed, text, times, reference, until):
+        assert until is None
         expected = batch["clean"] + times[:, None, None] * (batch["noise"] - batch["clean"])
         np.testing.assert_allclose(mixed, expected, atol=1e-5)
         return batch["noise"] - batch["clean"]

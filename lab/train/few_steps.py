@@ -350,47 +350,52 @@ def huber(error: jax.Array) -> jax.Array:
     return (jnp.sqrt(squares + HUBER**2) - HUBER).mean()
 
 
-def start_places(
-    batch: dict,
-    places: jax.Array,
-    predict: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-) -> jax.Array:
+def student_velocity(
+    params: dict, batch: dict, config: flux2.Config
+) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
+    """Return the student's velocity for a batch, twice: with gradients by ``params``, and without.
+
+    Both are functions of tokens, of times and, for a flow map, of the times to go to. Where no
+    gradient is wanted, the second one saves what a gradient through the blocks would take along.
+    """
+    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
+
+    def predict(
+        p: dict, text: jax.Array, x: jax.Array, times: jax.Array, until: jax.Array | None = None
+    ) -> jax.Array:
+        return flow.predict(p, config, x, text, times, batch["reference"], until)
+
+    given = params["transformer"], text
+    return partial(predict, *given), partial(predict, *jax.lax.stop_gradient(given))
+
+
+def start_places(batch: dict, places: jax.Array, fixed: Callable, is_map: bool) -> jax.Array:
     """Return where examples start: at ``places``, or where the student itself arrives.
 
-    ``predict`` gives the student's velocity from a place, a time and the time to go to.
+    ``fixed`` is the student's velocity, without gradients.
     """
     if "is_own" not in batch:
         return places
     noise, times = batch["noise"], batch["times"]
     way = (1 - times)[:, None, None]
-    arrived = noise - way * predict(noise, jnp.ones_like(times), times)
-    chosen = jnp.where(batch["is_own"][:, None, None], arrived, places)
-    return jax.lax.stop_gradient(chosen)
+    arrived = noise - way * fixed(noise, jnp.ones_like(times), times if is_map else None)
+    return jnp.where(batch["is_own"][:, None, None], arrived, places)
 
 
 def reflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     """Return the loss of the velocity on the straight line between the ends of a path."""
-    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
-    p, reference, clean = params["transformer"], batch["reference"], batch["clean"]
-
-    def predict(x: jax.Array, times: jax.Array, until: jax.Array | None = None) -> jax.Array:
-        return flow.predict(p, config, x, text, times, reference)
-
-    share = batch["times"][:, None, None]
-    here = start_places(batch, clean + share * (batch["noise"] - clean), predict)
+    predict, fixed = student_velocity(params, batch, config)
+    clean, share = batch["clean"], batch["times"][:, None, None]
+    line = clean + share * (batch["noise"] - clean)
+    here = start_places(batch, line, fixed, is_map=False)
     return huber(predict(here, batch["times"]) - (here - clean) / share)
 
 
 def regression_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     """Return the loss of the average velocity between two points of a path."""
-    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
-    p, reference = params["transformer"], batch["reference"]
+    predict, fixed = student_velocity(params, batch, config)
     times, until = batch["times"], batch["until"]
-
-    def predict(x: jax.Array, times: jax.Array, until: jax.Array) -> jax.Array:
-        return flow.predict(p, config, x, text, times, reference, until)
-
-    here = start_places(batch, batch["here"], predict)
+    here = start_places(batch, batch["here"], fixed, is_map=True)
     average = (here - batch["there"]) / (times - until)[:, None, None]
     return huber(predict(here, times, until) - average)
 
@@ -402,20 +407,12 @@ def meanflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     start moves on is the average velocity plus the way times the change of the average velocity,
     and that is the velocity at the start.
     """
-    text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
-    times, until = batch["times"], batch["until"]
-
-    def average(p: dict, text: jax.Array, here: jax.Array, times: jax.Array) -> jax.Array:
-        return flow.predict(p, config, here, text, times, batch["reference"], until)
-
-    # Outside of what is differentiated by parameters: a gradient through the scan of the blocks
-    # would take second derivatives along, even if nothing is done with them.
-    fixed = jax.lax.stop_gradient((params["transformer"], text))
-    start = batch["here"], times
+    predict, fixed = student_velocity(params, batch, config)
+    here, times, until = batch["here"], batch["times"], batch["until"]
     direction = batch["velocity"], jnp.ones_like(times)
-    _, change = jax.jvp(partial(average, *fixed), start, direction)
+    _, change = jax.jvp(lambda x, t: fixed(x, t, until), (here, times), direction)
     target = batch["velocity"] - (times - until)[:, None, None] * change
-    return huber(average(params["transformer"], text, *start) - target)
+    return huber(predict(here, times, until) - target)
 
 
 class Way(NamedTuple):
