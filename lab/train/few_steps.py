@@ -39,6 +39,7 @@ from lab.train.data import OPTIONS, PIXELS
 
 # Of the teacher. By the card of shapes-flux2, edits are best at 2.
 GUIDANCE = {"drawings": 3.0, "edits": 2.0}
+FULL_CAPTIONS = 0.8  # the share of the drawings' captions that names every attribute
 SCENES_SEED = 1_000_000  # of the first chunk's scenes; each chunk has the next one
 NOISE_SEED = 17
 RUNS = (1, 2, 4)  # which are judged
@@ -73,9 +74,9 @@ class Recipe(loop.Recipe):
         more run of the transformer.
     """
 
-    edits: int = 32
+    edits: int = 16
     chunk: int = 256
-    path_steps: int = 10
+    path_steps: int = 8
     at_noise: float = 0.5
     to_data: float = 0.5
     nowhere: float = 0.0
@@ -112,7 +113,7 @@ def ask(number: int, recipe: Recipe) -> tuple[jax.Array, list[dict], np.ndarray]
     some = scenes.training_scenes(recipe.chunk, seed)
     draws = recipe.chunk - count_edits(recipe)
     attributes = jnp.int32([data.attribute_indices(scene) for scene in some[:draws]])
-    captions = data.random_captions(jax.random.key(seed), attributes, flow.FULL_CAPTIONS)
+    captions = data.random_captions(jax.random.key(seed), attributes, FULL_CAPTIONS)
     asked = [data.attributes_of(int(caption)) for caption in captions]
 
     rng = np.random.default_rng([seed, 1])
