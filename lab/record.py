@@ -40,6 +40,7 @@ SUBJECTS = (
     "ask/int8",
     "score/sd",
     "score/flux2",
+    "score/few_steps",
     "score/finetune",
     "clock/cpu",
     "clock/draw",

@@ -8,6 +8,7 @@ weights' hash, so that other weights are scored anew. All of it takes about ten 
 import functools
 import hashlib
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -53,19 +54,19 @@ def answer(weights: str, int8: bool = False, **asked) -> dict:
 
 
 @functools.cache
-def hash_of_weights() -> str:
+def hash_of_weights(folder: Path = flow.CHECKPOINT) -> str:
     """Return the hash of the files of all parts."""
     found = hashlib.sha256()
-    for file in sorted(flow.CHECKPOINT.rglob("*.safetensors")):
+    for file in sorted(folder.rglob("*.safetensors")):
         found.update(file.read_bytes())
     return found.hexdigest()
 
 
 @functools.cache
-def load() -> tuple[flow.Judge, dict]:
+def load(folder: Path = flow.CHECKPOINT) -> tuple[flow.Judge, dict]:
     """Return the judge, and the parameters without the VAE's, in float32."""
-    params, _, _ = flux2.load(flow.CHECKPOINT, jnp.float32)
-    return flow.Judge(params.pop("vae"), scenes.held_out_captions(flow.JUDGED)), params
+    params, config, _ = flux2.load(folder, jnp.float32)
+    return flow.Judge(params.pop("vae"), scenes.held_out_captions(flow.JUDGED), config), params
 
 
 def find_losses(kind: str, times: list[float]) -> list[float]:
