@@ -97,6 +97,11 @@ PRINTED = {
         r"by \d device\(s\): at most 0\.[0-4]\d* of 255 from the images of one$",
         r"It fits: it takes 11\.\d+ GiB",  # Z-Image-Turbo, a step
     ],
+    "17_few_steps": [
+        r"pairs of noise and image: 192$",
+        r"the teacher, in 16 runs: 4[5-8] of 48$",
+        r"second run at 0\.50: [34]\d of 48$",
+    ],
 }
 
 
