@@ -513,6 +513,7 @@ def test_examples_go_from_a_time_to_an_earlier_one():
     assert (times - until).min() >= few_steps.LEAST_WAY - 1e-6
     assert (times == 1).mean() == pytest.approx(0.4, abs=0.03)
     assert (until == 0).mean() == pytest.approx(0.3, abs=0.03)
+    assert ((times > 0.25) & (times < 0.75)).sum() > 2 * (times < 0.25).sum()
     recipe = replace(recipe, nowhere=0.25)
     times, until = few_steps.random_times(jax.random.key(0), recipe)
     assert float((times == until).mean()) == pytest.approx(0.25, abs=0.03)
@@ -532,6 +533,7 @@ def made_up_examples() -> dict[str, jax.Array]:
         "velocity": here,
         "times": times,
         "until": until,
+        "is_own": jnp.zeros(8, bool),
         "reference": clean[:2],
         "ids": jnp.zeros((8, 20), jnp.int32),
         "mask": jnp.ones((8, 20), bool),
@@ -549,33 +551,33 @@ def test_the_losses_of_flow_maps_are_0_for_the_exact_average_velocity(monkeypatc
     batch = made_up_examples()
     monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
     monkeypatch.setattr(flow, "predict", exact_average)
-    some = batch["times"] > batch["until"]  # a regression needs a way
-    assert 0 < int(some.sum()) < 8
-    ways = {name: value[some] for name, value in batch.items() if len(value) == 8}
-    losses = {
-        "regression": few_steps.regression_loss({"transformer": {}}, batch | ways, FLOW_CONFIG),
-        "meanflow": few_steps.meanflow_loss({"transformer": {}}, batch, FLOW_CONFIG),
-    }
-    for name, loss in losses.items():
-        assert float(loss) == pytest.approx(0, abs=1e-5), name
+    assert 0 < int((batch["times"] > batch["until"]).sum()) < 8
+    losses = few_steps.regression_loss, few_steps.meanflow_loss
+    for loss in losses:
+        found = loss({"transformer": {}}, batch, FLOW_CONFIG)
+        assert float(found) == pytest.approx(0, abs=1e-5), loss
     monkeypatch.setattr(flow, "predict", lambda p, config, x, *_: x)  # the velocity itself
-    assert float(few_steps.regression_loss({"transformer": {}}, batch | ways, FLOW_CONFIG)) > 1
-    assert float(few_steps.meanflow_loss({"transformer": {}}, batch, FLOW_CONFIG)) > 1
+    for loss in losses:
+        assert float(loss({"transformer": {}}, batch, FLOW_CONFIG)) > 1, loss
 
 
 def test_reflow_learns_the_line_between_the_ends_of_a_path(monkeypatch):
     batch = made_up_examples()
+    line = batch["noise"] - batch["clean"]
+    seen = []
 
     def predict(p, config, mixed, text, times, reference, until):
         assert until is None
-        expected = batch["clean"] + times[:, None, None] * (batch["noise"] - batch["clean"])
+        expected = batch["clean"] + times[:, None, None] * line
         np.testing.assert_allclose(mixed, expected, atol=1e-5)
-        return batch["noise"] - batch["clean"]
+        seen.append(times)
+        return line
 
     monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
     monkeypatch.setattr(flow, "predict", predict)
     loss = few_steps.reflow_loss({"transformer": {}}, batch, FLOW_CONFIG)
     assert float(loss) == pytest.approx(0, abs=1e-5)
+    np.testing.assert_array_equal(seen, [np.ones(8), batch["times"]])
 
 
 @pytest.mark.parametrize("way", ["reflow", "regression"])
@@ -583,25 +585,33 @@ def test_a_student_learns_to_go_on_from_where_it_arrives_itself(way, monkeypatch
     batch = made_up_examples()
     is_own = jnp.arange(8) % 2 == 0
     batch |= {"is_own": is_own, "until": jnp.zeros(8), "there": batch["clean"]}
-    times = batch["times"][:, None, None]
     places = batch["here"]
     if way == "reflow":
-        places = batch["clean"] + times * (batch["noise"] - batch["clean"])
-    arrived = batch["noise"] - (1 - times) * 0.5  # its velocity is a half, wherever it is
+        way_to_noise = batch["noise"] - batch["clean"]
+        places = batch["clean"] + batch["times"][:, None, None] * way_to_noise
     seen = []
 
-    def predict(p, config, mixed, text, times, *others):
-        seen.append(mixed)
+    def predict(p, config, mixed, text, times, reference, until):
+        seen.append((mixed, until))
         return jnp.full_like(mixed, 0.5)
 
     monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
     monkeypatch.setattr(flow, "predict", predict)
     loss = few_steps.WAYS[way].loss({"transformer": {}}, batch, FLOW_CONFIG)
-    expected = jnp.where(is_own[:, None, None], arrived, places)
-    np.testing.assert_array_equal(seen[0], batch["noise"])
-    np.testing.assert_allclose(seen[1], expected, atol=1e-5)
-    error = 0.5 - (expected - batch["clean"]) / times
-    assert float(loss) == pytest.approx(float(few_steps.huber(error)), rel=1e-4)
+    own = is_own[:, None, None]
+    times = batch["times"][:, None, None]
+    expected = jnp.where(own, batch["noise"] - (1 - times) * 0.5, places)
+    (first, to), (second, _) = seen
+    np.testing.assert_array_equal(first, batch["noise"])
+    np.testing.assert_allclose(second, expected, atol=1e-5)
+    end, goal = batch["noise"] - 0.5, batch["clean"]
+    if way == "regression":  # its first step goes no further than its second one starts
+        np.testing.assert_array_equal(to, jnp.where(is_own, batch["times"], 0))
+        end = jnp.where(own, expected, end)
+        goal = jnp.where(own, batch["here"], goal)
+    errors = end - goal, expected - times * 0.5 - batch["clean"]
+    mean = sum(float(few_steps.huber(error)) for error in errors) / 2
+    assert float(loss) == pytest.approx(mean, rel=1e-4)
 
 
 @pytest.mark.parametrize("way", few_steps.WAYS)

@@ -60,27 +60,24 @@ class Recipe(loop.Recipe):
         Paths in a file.
     path_steps : int
         Steps of a path.
-    at_noise : float
-        The share of examples that start at the noise, at the time 1. Others start anywhere.
     to_data : float
         For a flow map, the share of examples that go to the data, at the time 0.
-    nowhere : float
-        For ``meanflow``, the share of examples that go nowhere: their average velocity is the
-        velocity itself.
     own : float
-        For ``reflow`` and ``regression``, the share of examples that go to the data from where the
-        student itself arrives by one step from the noise, and not from the line or the path. There
-        it will be when it draws (Yin et al., 2024, call that backward simulation). It costs one
-        more run of the transformer.
+        For ``reflow`` and ``regression``, the share of pairs whose second step starts where the
+        student itself arrives by the first, and not on the line or the path. There it will be when
+        it draws (Yin et al., 2024, call that backward simulation).
+    at_noise, nowhere : float
+        For ``meanflow``, the shares of examples that start at the noise, at the time 1, and of
+        those that go nowhere: their average velocity is the velocity itself.
     """
 
     edits: int = 16
     chunk: int = 256
     path_steps: int = 8
-    at_noise: float = 0.5
     to_data: float = 0.5
+    own: float = 0.75
+    at_noise: float = 0.0
     nowhere: float = 0.0
-    own: float = 0.0
 
 
 # What the student learns from.
@@ -288,10 +285,13 @@ def on_path(paths: jax.Array, times: jax.Array) -> jax.Array:
 
 
 def random_times(key: jax.Array, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
-    """Draw at which times examples start, and to which times they go: each (batch,)."""
+    """Draw at which times examples start, and to which times they go: each (batch,).
+
+    They start more often near the middle, where the second of two runs starts.
+    """
     keys = jax.random.split(key, 5)
     shape = (recipe.batch,)
-    times = jax.random.uniform(keys[0], shape, minval=LEAST_WAY)
+    times = jax.random.uniform(keys[0], (2, *shape), minval=LEAST_WAY).mean(axis=0)
     times = jnp.where(jax.random.uniform(keys[1], shape) < recipe.at_noise, 1, times)
     until = jax.random.uniform(keys[2], shape) * (times - LEAST_WAY)
     until = jnp.where(jax.random.uniform(keys[3], shape) < recipe.to_data, 0, until)
@@ -322,12 +322,11 @@ def random_batch(
         "there": on_path(paths, until),
         "times": times,
         "until": until,
+        "is_own": is_own,
         "reference": arrays["before"][edits].astype(jnp.float32),
         "ids": arrays["ids"][captions],
         "mask": arrays["mask"][captions],
     }
-    if recipe.own:
-        batch["is_own"] = is_own
     if "teacher" in arrays:
         teacher = arrays["teacher"]
         text = flux2.encode_prompts(teacher, config, batch["ids"], batch["mask"])
@@ -351,54 +350,63 @@ def huber(error: jax.Array) -> jax.Array:
     return (jnp.sqrt(squares + HUBER**2) - HUBER).mean()
 
 
-def student_velocity(
-    params: dict, batch: dict, config: flux2.Config
-) -> tuple[Callable[..., jax.Array], Callable[..., jax.Array]]:
-    """Return the student's velocity for a batch, twice: with gradients by ``params``, and without.
+def student_velocity(params: dict, batch: dict, config: flux2.Config) -> Callable[..., jax.Array]:
+    """Return the student's velocity for a batch.
 
-    Both are functions of tokens, of times and, for a flow map, of the times to go to. Where no
-    gradient is wanted, the second one saves what a gradient through the blocks would take along.
+    It is a function of tokens, of times and, for a flow map, of the times to go to.
     """
     text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
 
-    def predict(
-        p: dict, text: jax.Array, x: jax.Array, times: jax.Array, until: jax.Array | None = None
-    ) -> jax.Array:
-        return flow.predict(p, config, x, text, times, batch["reference"], until)
+    def predict(x: jax.Array, times: jax.Array, until: jax.Array | None = None) -> jax.Array:
+        return flow.predict(
+            params["transformer"], config, x, text, times, batch["reference"], until
+        )
 
-    given = params["transformer"], text
-    return partial(predict, *given), partial(predict, *jax.lax.stop_gradient(given))
+    return predict
 
 
-def start_places(batch: dict, places: jax.Array, fixed: Callable, is_map: bool) -> jax.Array:
-    """Return where examples start: at ``places``, or where the student itself arrives.
+def arrive(batch: dict, velocity: jax.Array, places: jax.Array) -> jax.Array:
+    """Return where second steps start: where the student arrives by its first ones, or at places.
 
-    ``fixed`` is the student's velocity, without gradients.
+    The velocity is what the student has at the noise. No gradient goes through where it arrives.
     """
-    if "is_own" not in batch:
-        return places
-    noise, times = batch["noise"], batch["times"]
-    way = (1 - times)[:, None, None]
-    arrived = noise - way * fixed(noise, jnp.ones_like(times), times if is_map else None)
+    way = (1 - batch["times"])[:, None, None]
+    arrived = batch["noise"] - way * jax.lax.stop_gradient(velocity)
     return jnp.where(batch["is_own"][:, None, None], arrived, places)
 
 
 def reflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
-    """Return the loss of the velocity on the straight line between the ends of a path."""
-    predict, fixed = student_velocity(params, batch, config)
-    clean, share = batch["clean"], batch["times"][:, None, None]
-    line = clean + share * (batch["noise"] - clean)
-    here = start_places(batch, line, fixed, is_map=False)
-    return huber(predict(here, batch["times"]) - (here - clean) / share)
+    """Return the loss of where two steps to the data end: from the noise, and from a later time.
+
+    On the straight line between the ends of a path, the velocity is what is learned. The error of
+    the end is that of the velocity times the way.
+    """
+    predict = student_velocity(params, batch, config)
+    noise, clean, times = batch["noise"], batch["clean"], batch["times"]
+    share = times[:, None, None]
+    first = predict(noise, jnp.ones_like(times))
+    here = arrive(batch, first, clean + share * (noise - clean))
+    second = predict(here, times)
+    return (huber(noise - first - clean) + huber(here - share * second - clean)) / 2
 
 
 def regression_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
-    """Return the loss of the average velocity between two points of a path."""
-    predict, fixed = student_velocity(params, batch, config)
-    times, until = batch["times"], batch["until"]
-    here = start_places(batch, batch["here"], fixed, is_map=True)
-    average = (here - batch["there"]) / (times - until)[:, None, None]
-    return huber(predict(here, times, until) - average)
+    """Return the loss of where two steps on a path end: from the noise, and from a later time.
+
+    If the second step starts where the student arrives, the first one goes there, and else to the
+    data.
+    """
+    predict = student_velocity(params, batch, config)
+    noise, times, until = batch["noise"], batch["times"], batch["until"]
+    is_own = batch["is_own"]
+    first_until = jnp.where(is_own, times, 0)
+    first = predict(noise, jnp.ones_like(times), first_until)
+    here = arrive(batch, first, batch["here"])
+    second = predict(here, times, until)
+    end = noise - (1 - first_until)[:, None, None] * first
+    goal = jnp.where(is_own[:, None, None], batch["here"], batch["clean"])
+    second_end = here - (times - until)[:, None, None] * second
+    return (huber(end - goal) + huber(second_end - batch["there"])) / 2
 
 
 def meanflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
@@ -408,7 +416,8 @@ def meanflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     start moves on is the average velocity plus the way times the change of the average velocity,
     and that is the velocity at the start.
     """
-    predict, fixed = student_velocity(params, batch, config)
+    predict = student_velocity(params, batch, config)
+    fixed = student_velocity(jax.lax.stop_gradient(params), batch, config)
     here, times, until = batch["here"], batch["times"], batch["until"]
     direction = batch["velocity"], jnp.ones_like(times)
     _, change = jax.jvp(lambda x, t: fixed(x, t, until), (here, times), direction)
