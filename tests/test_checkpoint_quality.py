@@ -4,6 +4,7 @@ The scores in the model cards are of hundreds of pictures. Here a few are judged
 far below the score, so that a broken model fails and chance does not.
 """
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,8 +15,10 @@ import pytest
 from course import flux2, sd
 from course.shapes import judge, scenes
 from helpers import bundled_checkpoint, read_record
+from lab.cards import few_steps as few_cards
 from lab.cards import flux2 as cards
 from lab.record import find_left
+from lab.score import few_steps as few_scores
 from lab.score import flux2 as scores
 from lab.train import tokenizers
 
@@ -30,27 +33,43 @@ def draw_sd(folder):
     return draw(params, config, *inputs, steps=10, guidance=3.0)
 
 
-def draw_flux2(folder):
+def draw_flux2(folder, steps, **guidance):
     params, config, tokenize = flux2.load(folder, jnp.float32)
     noise = flux2.random_tokens(jax.random.key(0), config, len(CAPTIONS), 64, 64)
     inputs = (*tokenize(CAPTIONS), noise, 64, 64)
     draw = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
-    return draw(params, config, *inputs, steps=8, guidance=3.0, empty=tokenize([""]))
+    return draw(params, config, *inputs, steps=steps, **guidance, empty=tokenize([""]))
 
 
-@pytest.mark.parametrize(("name", "draw"), [("shapes-sd", draw_sd), ("shapes-flux2", draw_flux2)])
-def test_a_bundled_checkpoint_draws_what_captions_say(name, draw):
-    images = np.asarray(draw(bundled_checkpoint(name).source))
-    assert judge.count_right(ASKED, images) / len(ASKED) >= 0.8
+DRAW = {
+    "shapes-sd": draw_sd,
+    "shapes-flux2": partial(draw_flux2, steps=8, guidance=3.0),
+    "shapes-few": partial(draw_flux2, steps=2),
+}
+
+
+@pytest.mark.parametrize("name", DRAW)
+def test_a_bundled_checkpoint_draws_what_captions_say(name):
+    images = np.asarray(DRAW[name](bundled_checkpoint(name).source))
+    assert judge.count_right(ASKED, images) / len(ASKED) >= LEAST
     # The judge does not say yes to everything.
     assert judge.count_right(ASKED[1:] + ASKED[:1], images) / len(ASKED) <= 0.15
 
 
-def test_the_record_and_the_card_are_of_the_bundled_checkpoint():
-    left = find_left(scores, read_record("score/flux2"))
-    assert not left, "the record score/flux2 is of another checkpoint"
-    assert cards.tables() in cards.CARD.read_text()
+@pytest.mark.parametrize(
+    ("record", "questions", "card"),
+    [("score/flux2", scores, cards), ("score/few_steps", few_scores, few_cards)],
+)
+def test_the_record_and_the_card_are_of_the_bundled_checkpoint(record, questions, card):
+    assert not find_left(questions, read_record(record)), f"{record} is of another checkpoint"
+    assert card.tables() in card.CARD.read_text()
+
+
+def test_the_chinese_card_has_the_same_scores():
     assert cards.chinese_tables() in cards.CHINESE_CARD.read_text()
+
+
+def test_what_the_shapes_count_adds_up_to_all():
     drawn = cards.own_score()
     assert sum(count["right"] for count in drawn["shapes"].values()) == drawn["right"]
     assert sum(count["asked"] for count in drawn["shapes"].values()) == drawn["pictures"]

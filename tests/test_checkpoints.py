@@ -333,17 +333,24 @@ def test_an_unknown_model_lists_the_known_ones():
 def test_an_unknown_bundled_checkpoint_lists_the_known_ones():
     with pytest.raises(
         ValueError,
-        match="'sd15': choose one of shapes-flux2, shapes-sd, shapes-sdxl",
+        match="'sd15': choose one of shapes-few, shapes-flux2, shapes-sd, shapes-sdxl",
     ):
         helpers.bundled_checkpoint("sd15")
 
 
-@pytest.mark.parametrize("name", ["shapes-sd", "shapes-sdxl", "shapes-flux2"])
+SETTINGS = {
+    "shapes-sd": (15, 3.0),
+    "shapes-sdxl": (15, 3.0),
+    "shapes-flux2": (8, 3.0),
+    "shapes-few": (4, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_bundled_checkpoint_describes_itself(name):
     checkpoint = helpers.bundled_checkpoint(name)
     assert (checkpoint.height, checkpoint.width, checkpoint.dtype) == (64, 64, jnp.float32)
-    steps = 8 if name == "shapes-flux2" else 15
-    assert (checkpoint.num_inference_steps, checkpoint.guidance_scale) == (steps, 3.0)
+    assert (checkpoint.num_inference_steps, checkpoint.guidance_scale) == SETTINGS[name]
     assert len(checkpoint.prompts) == 8
 
 

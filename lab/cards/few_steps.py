@@ -1,17 +1,24 @@
 """The tables and pictures of the card of shapes-few, from what is recorded.
 
 ``python -m lab.cards.few_steps`` makes them when ``lab.record`` has nothing left of
-``score/few_steps``, ``score/flux2`` and ``score/sd``.
+``score/few_steps``, ``score/flux2`` and ``score/sd``. With ``--work FOLDER`` it only adds what was
+judged while a student was trained in this folder, by ``lab.train``, to ``score/students``.
 """
+
+import argparse
+import json
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from course.shapes import scenes
-from helpers import image_grid
+from helpers import image_grid, read_record
 from lab.cards.flux2 import (
     UNET_STEPS,
     find_answer,
+    read_training,
+    record_training,
     table_head,
     table_row,
     unet_score,
@@ -21,11 +28,12 @@ from lab.cards.flux2 import own_score as teacher_score
 from lab.cards.pictures import save_picture
 from lab.score.few_steps import CHECKPOINT, RUNS, SHIFTS, USUAL
 from lab.score.flux2 import STEPS, hash_of_weights, load
-from lab.train import flow
+from lab.train import few_steps, flow
 
 CARD = CHECKPOINT / "README.md"
 TEACHER_GUIDANCE = {False: 3.0, True: 2.0}  # of drawings, and of edits
 DRAWN_RUNS = (1, 2, 4)  # in the picture of samples
+STUDENTS = "score/students"
 
 
 def own_score(**setting) -> dict:
@@ -72,6 +80,33 @@ def scores_by_attribute() -> list[str]:
     return lines
 
 
+def in_each(counts: dict[str, int]) -> str:
+    """Return what was counted in 1, 2 and 4 runs."""
+    return " / ".join(str(counts[str(runs)]) for runs in few_steps.RUNS)
+
+
+def scores_of_students() -> list[str]:
+    """Return a table of all students, by the captions that are judged at the end."""
+    lines = table_head("way", "starts from", "steps", "CPU-minutes", "drawn", "edited")
+    for row in read_record(STUDENTS):
+        asked, answer = row["question"], row["answer"]
+        start = "its teacher" if asked["earlier"] == asked["teacher"] else "a student"
+        steps = f"{answer['judged'][-1]['step']:,} of {asked['batch']} pairs"
+        counts = (in_each(answer["final"][kind]) for kind in ("drawn", "edited"))
+        lines.append(table_row(asked["way"], start, steps, answer["cpu_minutes"], *counts))
+    return lines
+
+
+def scores_by_training() -> list[str]:
+    """Return a table of what was judged on the way, by captions to choose settings by."""
+    lines = table_head("way", "steps", "drawn", "edited")
+    for row in read_record(STUDENTS):
+        for judged in row["answer"]["judged"]:
+            counts = (in_each(judged[kind]) for kind in ("drawn", "edited"))
+            lines.append(table_row(row["question"]["way"], f"{judged['step']:,}", *counts))
+    return lines
+
+
 def tables() -> str:
     """Return the scores of the card, in Markdown."""
     shifts = [f"{own_score(shift=shift)['right']} with a shift of {shift:g}" for shift in SHIFTS]
@@ -83,6 +118,14 @@ def tables() -> str:
         *scores_by_attribute(),
         "",
         f"Drawn right in two runs by other shifts of the times: {', '.join(shifts)}.",
+        "",
+        "The students that were trained. Here and below, numbers are of 1 / 2 / 4 runs:",
+        "",
+        *scores_of_students(),
+        "",
+        "On the way, on other captions of held-out combinations, by which settings were chosen:",
+        "",
+        *scores_by_training(),
     ]
     return "\n".join(lines)
 
@@ -128,7 +171,28 @@ def draw_pictures() -> None:
     save_picture(grid, CHECKPOINT / "edits.png")
 
 
+def add_training(folder: Path) -> None:
+    """Add a training to the record, with what was judged on the way and at the end."""
+    asked, losses, judged = read_training(folder, "few-steps")
+    device = asked.pop("device")
+    answer = {
+        "device": device,
+        "cpu_minutes": round(sum(row["cpu_seconds"] for row in losses) / 60),
+        "judged": judged,
+        "final": json.loads((folder / "final.json").read_text()),
+    }
+    record_training(STUDENTS, asked, answer, losses)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="of a training, to add")
+    options = parser.parse_args()
+    if options.work:
+        add_training(options.work)
+        return
     draw_pictures()
     draw_scores()
     update_card(CARD, tables())

@@ -249,26 +249,39 @@ def draw_scores() -> None:
     figure.savefig(flow.CHECKPOINT / "scores.png", dpi=80)
 
 
-def add_training(folder: Path) -> None:
-    """Thin the log of a training: the loss of each 100 steps, and all that was judged."""
+def read_training(folder: Path, part: str) -> tuple[dict, list[dict], list[dict]]:
+    """Return what a training says of itself, the rows of its log with losses, and those judged."""
     if not (folder / "run.json").exists():
-        raise SystemExit(f"{folder} holds no training: run python -m lab.train shapes-flux2 first.")
+        raise SystemExit(f"{folder} holds no training: run python -m lab.train {part} first.")
     run = json.loads((folder / "run.json").read_text())
-    asked = {"transformer": run["transformer"], "batch": run["batch"]}
-    losses, judged = [], []
     lines = (folder / "log.jsonl").read_text().splitlines()
     # After an interruption some steps are taken, and written, once more.
     rows = {(row["step"], "drawn" in row): row for row in map(json.loads, lines)}
-    for row in rows.values():
-        if "drawn" in row:
-            right = {"drawn": row["drawn"]["right"], "edited": row["edited"]["right"]}
-            judged.append({"step": row["step"]} | right)
-        elif row["step"] % 100 == 0:
-            losses.append({"step": row["step"], "loss": round(row["loss"], 4)})
-    answer = {"device": run["device"], "steps": judged[-1]["step"]}
-    row = make_row(asked, answer | {"losses": losses, "judged": judged})
-    others = [other for other in read_rows(TRAININGS) if other["question"] != asked]
-    write_rows(TRAININGS, [*others, row])
+    losses = [row for row in rows.values() if "loss" in row]
+    return run, losses, [row for row in rows.values() if "drawn" in row]
+
+
+def record_training(record: str, asked: dict, answer: dict, losses: list[dict]) -> None:
+    """Add a training to a record, in place of an earlier one, with the loss of each 100 steps."""
+    thinned = [
+        {"step": row["step"], "loss": round(row["loss"], 4)}
+        for row in losses
+        if row["step"] % 100 == 0
+    ]
+    others = [row for row in read_rows(record) if row["question"] != asked]
+    write_rows(record, [*others, make_row(asked, answer | {"losses": thinned})])
+
+
+def add_training(folder: Path) -> None:
+    """Add a training to the record, with all that was judged."""
+    run, losses, rows = read_training(folder, "shapes-flux2")
+    judged = []
+    for row in rows:
+        right = {"drawn": row["drawn"]["right"], "edited": row["edited"]["right"]}
+        judged.append({"step": row["step"]} | right)
+    asked = {"transformer": run["transformer"], "batch": run["batch"]}
+    answer = {"device": run["device"], "steps": judged[-1]["step"], "judged": judged}
+    record_training(TRAININGS, asked, answer, losses)
 
 
 def main() -> None:

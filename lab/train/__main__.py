@@ -46,6 +46,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     ways = tuple(few_steps.WAYS)
     add("--way", choices=ways, default=ways[0], help="of few-steps (default: %(default)s)")
     add("--seed", type=int, default=0, help="of few-steps, for its random numbers (default: 0)")
+    add("--earlier", type=Path, metavar="FOLDER", help="of few-steps, a student to start from")
     options = parser.parse_args(arguments)
     for part in options.parts:
         if part not in PARTS:
@@ -110,7 +111,12 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             teacher, _, _ = flux2.load(flow.CHECKPOINT, jnp.float32)
         folder = work / "few-steps" / f"{options.way}-{options.seed}"
-        student = few_steps.train(folder, recipe, flow.CONFIG, teacher, options.way)
+        earlier = None
+        if options.earlier:
+            earlier, _, _ = flux2.load(options.earlier, jnp.float32)
+        student = few_steps.train(
+            folder, recipe, flow.CONFIG, teacher, options.way, earlier=earlier
+        )
         config = few_steps.student_config(options.way, flow.CONFIG)
         export.export_distilled(student, config, flow.CHECKPOINT, options.to / "shapes-few")
         print(f"Wrote {options.to / 'shapes-few'}.")

@@ -506,11 +506,12 @@ def make_judge(
 
 
 def make_task(
-    way: str, recipe: Recipe, config: flux2.Config, teacher: dict[str, dict[str, jax.Array]]
+    way: str, recipe: Recipe, config: flux2.Config, earlier: dict[str, dict[str, jax.Array]]
 ) -> loop.Task:
-    """Return what the loop needs to know of this training, which starts from the teacher.
+    """Return what the loop needs to know of this training, which starts from an earlier model.
 
-    ``config`` is the teacher's. A flow map's second embedder adds nothing at first.
+    That is the teacher, or a student of it. ``config`` is the teacher's. A flow map's second
+    embedder adds nothing at first.
     """
     student = student_config(way, config)
     declared = flux2.model_parameters(student)
@@ -521,7 +522,7 @@ def make_task(
         params = loop.initial_parameters(key, declared, flow.start_layer)
         if last in params["transformer"]:
             params["transformer"][last] = jnp.zeros(declared["transformer"][last].shape)
-        return loop.start_from(params, teacher)
+        return loop.start_from(params, earlier)
 
     return loop.Task(
         recipe=recipe,
@@ -539,6 +540,7 @@ def train(
     teacher: dict[str, dict[str, jax.Array]],
     way: str,
     judged: int = flow.JUDGED,
+    earlier: dict[str, dict[str, jax.Array]] | None = None,
 ) -> dict[str, dict[str, jax.Array]]:
     """Train a student, and return its averaged parameters with the VAE, as ``flux2.load`` does.
 
@@ -557,10 +559,15 @@ def train(
         Of ``WAYS``.
     judged : int
         How many pictures are drawn, and how many edited, to be judged, in each number of runs.
+    earlier : dict, optional
+        The parameters of a student to start from, in float32. If it is not given, the student
+        starts from the teacher.
     """
+    earlier = earlier or teacher
     about = {
         "way": way,
         "teacher": loop.fingerprint(teacher["transformer"]),
+        "earlier": loop.fingerprint(earlier["transformer"]),
         "batch": recipe.batch,
         "edits": recipe.edits,
         "pool": recipe.pool,
@@ -576,7 +583,7 @@ def train(
     arrays["ids"], arrays["mask"] = map(jnp.asarray, tokenize(data.all_captions()))
     if WAYS[way].asks:
         arrays["teacher"] = {part: teacher[part] for part in flow.TRAINED}
-    average = loop.train(folder, make_task(way, recipe, config, teacher), arrays, count_others)
+    average = loop.train(folder, make_task(way, recipe, config, earlier), arrays, count_others)
     final = count_right(average)
     (folder / "final.json").write_text(json.dumps(final, indent=1) + "\n")
     print(f"{folder.name}: at the end {final}", flush=True)
