@@ -233,7 +233,7 @@ def test_the_command_trains_all_in_order_and_writes_the_checkpoints(tmp_path, mo
         ("shapes-sd", 300, True),
         ("shapes-sdxl", 600, True),
         ("flux2", 1150, False),
-        ("reflow-0", 120, False),
+        ("reflow-0", 80, False),
     ]
     for name in ("shapes-sd", "shapes-sdxl", "shapes-flux2", "shapes-few"):
         assert (tmp_path / "checkpoints" / name / "model_index.json").is_file()

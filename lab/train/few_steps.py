@@ -71,7 +71,7 @@ class Recipe(loop.Recipe):
         those that go nowhere: their average velocity is the velocity itself.
     """
 
-    edits: int = 16
+    edits: int = 8
     chunk: int = 256
     path_steps: int = 8
     to_data: float = 0.5
@@ -435,23 +435,19 @@ class Way(NamedTuple):
 
 
 RECIPE = Recipe(
-    steps=1_200,
-    cooldown=800,
-    peak=1e-3,
-    batch=128,
+    steps=800,
+    cooldown=560,
+    peak=1.5e-3,
+    batch=64,
     pool=10_240,
-    warmup=50,
-    judge_every=200,
+    warmup=30,
+    judge_every=400,
 )
 WAYS = {
     "reflow": Way(reflow_loss, RECIPE, is_map=False),
     "regression": Way(regression_loss, RECIPE, is_map=True),
-    # A step takes about two and a half times as long.
     "meanflow": Way(
-        meanflow_loss,
-        replace(RECIPE, steps=480, cooldown=320, nowhere=0.5, judge_every=80),
-        is_map=True,
-        asks=True,
+        meanflow_loss, replace(RECIPE, at_noise=0.5, nowhere=0.5), is_map=True, asks=True
     ),
 }
 
