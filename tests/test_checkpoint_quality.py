@@ -51,7 +51,7 @@ DRAW = {
 @pytest.mark.parametrize("name", DRAW)
 def test_a_bundled_checkpoint_draws_what_captions_say(name):
     images = np.asarray(DRAW[name](bundled_checkpoint(name).source))
-    assert judge.count_right(ASKED, images) / len(ASKED) >= LEAST
+    assert judge.count_right(ASKED, images) / len(ASKED) >= 0.7
     # The judge does not say yes to everything.
     assert judge.count_right(ASKED[1:] + ASKED[:1], images) / len(ASKED) <= 0.15
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from course import flux2, sd
-from course.flux2 import transformer
 from course.model.autoencoder import decode_latents, encode_latents
 from course.model.layers import Parameter
 from course.shapes import scenes
@@ -61,10 +60,7 @@ def small_teacher() -> dict:
     declared = flux2.model_parameters(FLOW_CONFIG)
 
     def start(key: jax.Array, name: str, parameter: Parameter) -> jax.Array:
-        # The time reaches its embedder as waves of up to 1,000 radians. With large numbers behind
-        # them, MeanFlow's derivative by the time would be all there is.
-        scale = 1e-3 if name == f"{transformer.TIME}.linear_1.weight" else 0.2
-        return scale * jax.random.normal(key, parameter.shape)
+        return 0.2 * jax.random.normal(key, parameter.shape)
 
     params = loop.initial_parameters(
         jax.random.key(0), {part: declared[part] for part in flow.TRAINED}, start
@@ -92,7 +88,11 @@ def train(name: str, folder: Path) -> dict:
     """Train a model with few channels, and else as the bundled one of this name."""
     if name in few_steps.WAYS:
         write_paths(folder.parent / "paths")
-        recipe = replace(FEW, nowhere=few_steps.WAYS[name].recipe.nowhere)
+        recipe = FEW
+        if name == "meanflow":
+            # The derivative of a made-up model by the time is too large to learn from: the time
+            # reaches it as waves of up to 1,000 radians. Nowhere, it does not count.
+            recipe = replace(FEW, own=0.0, nowhere=1.0)
         return few_steps.train(folder, recipe, FLOW_CONFIG, small_teacher(), name, judged=4)
     _, config, tokenize = bundled("shapes-sdxl" if name == "shapes-sdxl" else "shapes-sd")
     of_vae = bundled("shapes-sd")[0]["vae"]

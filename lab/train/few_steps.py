@@ -447,7 +447,7 @@ WAYS = {
     "reflow": Way(reflow_loss, RECIPE, is_map=False),
     "regression": Way(regression_loss, RECIPE, is_map=True),
     "meanflow": Way(
-        meanflow_loss, replace(RECIPE, at_noise=0.5, nowhere=0.5), is_map=True, asks=True
+        meanflow_loss, replace(RECIPE, own=0.0, at_noise=0.5, nowhere=0.5), is_map=True, asks=True
     ),
 }
 
