@@ -88,12 +88,7 @@ def train(name: str, folder: Path) -> dict:
     """Train a model with few channels, and else as the bundled one of this name."""
     if name in few_steps.WAYS:
         write_paths(folder.parent / "paths")
-        recipe = FEW
-        if name == "meanflow":
-            # The derivative of a made-up model by the time is too large to learn from: the time
-            # reaches it as waves of up to 1,000 radians. Nowhere, it does not count.
-            recipe = replace(FEW, own=0.0, nowhere=1.0)
-        return few_steps.train(folder, recipe, FLOW_CONFIG, small_teacher(), name, judged=4)
+        return few_steps.train(folder, FEW, FLOW_CONFIG, small_teacher(), name, judged=4)
     _, config, tokenize = bundled("shapes-sdxl" if name == "shapes-sdxl" else "shapes-sd")
     of_vae = bundled("shapes-sd")[0]["vae"]
     if name == "vae":
@@ -118,8 +113,8 @@ class Run(NamedTuple):
 
 
 # The model of shapes-sd is trained as that of shapes-sdxl, which starts from it and is told more.
-# Students are trained as that of MeanFlow, which asks its teacher as well.
-@pytest.fixture(scope="module", params=["vae", "shapes-sdxl", "shapes-flux2", "meanflow"])
+# Of the ways to train a student it is that of the bundled one.
+@pytest.fixture(scope="module", params=["vae", "shapes-sdxl", "shapes-flux2", "reflow"])
 def run(request, tmp_path_factory):
     seen = {}
     train_by_loop = loop.train
