@@ -49,6 +49,14 @@ def finite(text: str) -> float:
     return number
 
 
+def seconds(text: str) -> float:
+    """Return how long to wait: a finite number above 0."""
+    number = finite(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is too short: give seconds above 0")
+    return number
+
+
 # Where commands write.
 
 

@@ -83,6 +83,13 @@ def test_a_number_that_float32_does_not_hold_is_refused(text):
     assert commands.finite("-3e38") == -3e38
 
 
+def test_a_time_to_wait_is_above_0():
+    assert commands.seconds("0.5") == 0.5
+    for text in ("0", "-1", "nan", "1e400"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            commands.seconds(text)
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking them.")
 def test_a_process_that_is_told_to_end_says_what_to_do(name, capsys):

@@ -112,6 +112,7 @@ def test_few_ways_are_left_for_the_heads_of_xl():
         ({"chip": "v4"}, "the links of 'v4' are is not known here: choose v5e or v6e"),
         ({"chips": 5}, "5 chips cannot be asked for: choose 4 or 8"),
         ({"height": 1000}, "flux2 cannot draw 1000 × 1024 pixels: give multiples of 16"),
+        ({"height": 1_600_000_000}, "are too many to ask about: give sides of at most 16384"),
     ],
 )
 def test_what_cannot_be_planned_gets_one_sentence(settings, sentence, capsys, tmp_path):

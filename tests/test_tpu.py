@@ -569,6 +569,8 @@ def test_a_program_leaves_nothing_to_a_default():
     [
         ({"dtype": "int8"}, "choose bfloat16 or float32"),
         ({"batch": 0}, "batch is 0: give at least 1"),
+        ({"batch": 10**9}, "batch is 1000000000: give at most 65536"),
+        ({"height": 1_600_000_000}, "are too many to ask about: give sides of at most 16384"),
         ({"steps": 0}, "steps is 0: give at least 1"),
         ({"height": 72}, r"shapes-sd cannot draw 72 × 64 pixels: give multiples of \d+\."),
         ({"width": 0}, "cannot draw 64 × 0 pixels"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from course.commands import make_parser, positive, run, writing_to
+from course.commands import make_parser, positive, run, seconds, writing_to
 from course.model.attention import ATTENTION
 from course.tpu.answers import Answer, Report
 from course.tpu.chips import tpu_devices
@@ -109,7 +109,7 @@ def tpu_parser() -> argparse.ArgumentParser:
         "--recorded", action="store_true", help="print the recorded answers, and compile nothing"
     )
     parser.add_argument(
-        "--timeout", type=float, help="stop the compiler after so many seconds (never)"
+        "--timeout", type=seconds, help="stop the compiler after so many seconds (never)"
     )
     function = parser.add_argument_group("a function")
     function.add_argument(
@@ -211,7 +211,7 @@ def plan_parser() -> argparse.ArgumentParser:
         "--anew", action="store_true", help="ask again what was recorded with the course"
     )
     parser.add_argument("--to", type=Path, help="the folder for all of it (plan-MODEL-CHIP-CHIPS)")
-    parser.add_argument("--timeout", type=float, help="stop a compilation after so many seconds")
+    parser.add_argument("--timeout", type=seconds, help="stop a compilation after so many seconds")
     return parser
 
 

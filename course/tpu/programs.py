@@ -95,6 +95,8 @@ def make_program(
     for name, number in {"batch": batch, "steps": steps}.items():
         if number is not None and number < 1:
             raise ValueError(f"{name} is {number}: give at least 1.")
+    if batch > LARGEST_BATCH:
+        raise ValueError(f"batch is {batch}: give at most {LARGEST_BATCH}.")
     if attention and (chips != 1 or split_head_dim is not None):
         raise ValueError("chips and split_head_dim are for pipelines: leave out the attention.")
     if decode_batch is not None and not attention:
@@ -152,12 +154,22 @@ def make_program(
     )
 
 
+# Beyond these no chip's memory is enough, and to trace such a program takes minutes.
+LARGEST_SIDE = 16_384  # pixels
+LARGEST_BATCH = 65_536
+
+
 def check_sides(model: str, height: int, width: int, multiple: int) -> None:
     """Raise ``ValueError`` unless a model can draw images of this size, in pixels."""
     for side in (height, width):
         if side < multiple or side % multiple:
             raise ValueError(
                 f"{model} cannot draw {height} × {width} pixels: give multiples of {multiple}."
+            )
+        if side > LARGEST_SIDE:
+            raise ValueError(
+                f"{height} × {width} pixels are too many to ask about: give sides of at most "
+                f"{LARGEST_SIDE}."
             )
 
 
