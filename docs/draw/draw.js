@@ -1,6 +1,6 @@
-// Draws with the bundled checkpoint in the reader's browser. The model is chapter 11's, exported to ONNX; everything
-// around it is here: tokens, noise, the steps of DDIM, and the page. Before Draw is pressed, this script loads only
-// settings.json and one sheet of recorded images.
+// Draws and edits with a bundled checkpoint in the reader's browser. The model is chapter 16's with the weights of
+// chapter 17, exported to ONNX; everything around it is here: tokens, noise, the steps of Euler's method, and the page.
+// Before Draw is pressed, this script loads only settings.json and two small sheets of images.
 
 // The page's own language: texts by the English ones, {0} and so on being what is put in.
 const words = JSON.parse(document.getElementById("draw-texts").textContent);
@@ -9,16 +9,20 @@ const here = (name) => new URL(name, import.meta.url);
 const form = document.getElementById("draw");
 const field = form.elements;
 const progress = form.querySelector("progress");
-const canvas = form.querySelector("canvas");
+const canvas = form.querySelector("#draw-canvas");
 const said = document.getElementById("draw-said");
 const recorded = document.getElementById("draw-recorded");
+const tabs = [...form.querySelectorAll("[role=tab]")];
+const side = canvas.width;
 let settings; // what the checkpoint knows
-let model; // three sessions, once they are loaded
-let running = null; // the AbortController of the drawing that runs
+let model; // its sessions, once they are loaded
+let loading = null; // an AbortController, while files are loaded
+let wanted = false; // whether something has changed since the last drawing began
+let drawing = false;
 
-// ---- Tokens: CLIP's, as chapter 2's tokenizer makes them
+// ---- Tokens: Qwen's, as chapter 16 has them
 
-// Each byte as a visible character: the vocabularies of GPT-2 and CLIP are written in these.
+// Each byte as a visible character: the vocabularies of GPT-2 and Qwen are written in these.
 const SIGNS = (() => {
   const signs = new Map();
   for (let byte = 0, next = 256; byte < 256; byte++) {
@@ -27,26 +31,33 @@ const SIGNS = (() => {
   }
   return signs;
 })();
+const WORDS = /'(?:[sdmt]|ll|re|ve)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+/giu;
 
+// Ids of a caption within the template, and which of them are no padding.
 function tokenize(caption) {
+  const { vocabulary, special, tokens } = settings;
   const ranks = new Map(settings.merges.map((pair, rank) => [pair.join(" "), rank]));
-  const { vocabulary, tokens } = settings;
-  const [start, end] = [vocabulary["<|startoftext|>"], vocabulary["<|endoftext|>"]];
   const ids = [];
-  const pattern = /'s|'t|'re|'ve|'m|'ll|'d|\p{L}+|\p{N}|[^\s\p{L}\p{N}]+/gu;
-  for (const [word] of caption.normalize("NFC").toLowerCase().matchAll(pattern)) {
-    let parts = [...new TextEncoder().encode(word)].map((byte) => SIGNS.get(byte));
-    parts[parts.length - 1] += "</w>";
-    for (;;) {
-      const rank = (k) => ranks.get(`${parts[k]} ${parts[k + 1]}`) ?? Infinity;
-      const best = parts.map((_, k) => k).reduce((a, b) => (rank(b) < rank(a) ? b : a), 0);
-      if (rank(best) === Infinity) break;
-      parts.splice(best, 2, parts[best] + parts[best + 1]);
-    }
-    ids.push(...parts.map((part) => vocabulary[part] ?? end));
+  for (const part of settings.template.replace("{prompt}", () => caption.normalize("NFC")).split(/(<\|?\/?\w+\|?>)/)) {
+    if (part in special) ids.push(special[part]);
+    else for (const [word] of part.matchAll(WORDS)) ids.push(...pieces(word, ranks).map((piece) => vocabulary[piece]));
   }
-  const all = [start, ...ids.slice(0, tokens - 2), end];
-  return [...all, ...Array(tokens - all.length).fill(end)];
+  const read = ids.slice(0, tokens);
+  return [
+    [...read, ...Array(tokens - read.length).fill(settings.padding)],
+    Array.from({ length: tokens }, (_, k) => Number(k < read.length)),
+  ];
+}
+
+// Byte-pair encoding: the pair that was merged first in training is merged, until none is left.
+function pieces(word, ranks) {
+  const parts = [...new TextEncoder().encode(word)].map((byte) => SIGNS.get(byte));
+  for (;;) {
+    const rank = (k) => ranks.get(`${parts[k]} ${parts[k + 1]}`) ?? Infinity;
+    const best = parts.map((_, k) => k).reduce((a, b) => (rank(b) < rank(a) ? b : a), 0);
+    if (rank(best) === Infinity) return parts;
+    parts.splice(best, 2, parts[best] + parts[best + 1]);
+  }
 }
 
 // ---- Noise: jax.random.normal(jax.random.key(seed)), so that a seed draws here what it draws in the chapters
@@ -80,14 +91,11 @@ function inverseErf(x) {
   return x * factors.reduce((sum, factor) => sum * w + factor, 0);
 }
 
-function noise(seed, side = 8, channels = 4) {
-  const latents = new Float32Array(side * side * channels);
-  for (let k = 0; k < latents.length; k++) {
+function noise(seed) {
+  return Float32Array.from({ length: settings.noise }, (_, k) => {
     const uniform = ((threefry(seed, k) >>> 9) / 2 ** 23) * 2 - 0.99999994;
-    const [channel, pixel] = [Math.floor(k / side ** 2), k % side ** 2]; // drawn with channels first
-    latents[pixel * channels + channel] = Math.SQRT2 * inverseErf(Math.fround(uniform));
-  }
-  return latents;
+    return Math.SQRT2 * inverseErf(Math.fround(uniform));
+  });
 }
 
 // ---- Files
@@ -99,71 +107,99 @@ function hasSimd() {
   return typeof WebAssembly === "object" && WebAssembly.validate(new Uint8Array(program));
 }
 
+const total = () => Object.values(settings.files).reduce((sum, file) => sum + file.bytes, 0);
+const address = (name) => here(`${name}?${settings.files[name].digest}`); // of this very content
+
+// The browser's store of what was loaded before; null where there is none, as in private windows of some.
+const store = () => (globalThis.caches?.open("draw") ?? Promise.resolve(null)).catch(() => null);
+
+// Which files the store does not have. What belongs to an older model is removed from it.
+async function missing() {
+  const kept = await store();
+  if (!kept) return Object.keys(settings.files);
+  const current = new Set(Object.keys(settings.files).map((name) => address(name).href));
+  for (const request of await kept.keys()) {
+    if (!current.delete(request.url)) await kept.delete(request);
+  }
+  return Object.keys(settings.files).filter((name) => current.has(address(name).href));
+}
+
+async function read(name, signal, count) {
+  const kept = await store();
+  const before = await kept?.match(address(name));
+  const explain = (error) => {
+    throw signal.aborted ? error : new Failure(t("{0} could not be loaded: is there a network? Press Draw again.", name));
+  };
+  const answer = before ?? (await fetch(address(name), { signal }).catch(explain));
+  if (!answer.ok) throw new Failure(t("{0} could not be loaded ({1}). Press Draw again later.", name, answer.status));
+  const chunks = [];
+  for (const reader = answer.body.getReader(); ; ) {
+    const { done, value } = await reader.read().catch(explain);
+    if (done) break;
+    chunks.push(value);
+    count(value.length);
+  }
+  const blob = new Blob(chunks);
+  if (!before && blob.size === settings.files[name].bytes) await kept?.put(address(name), new Response(blob)).catch(() => {});
+  return new Uint8Array(await blob.arrayBuffer());
+}
+
 async function load(signal) {
   if (!hasSimd()) throw new Failure(t("This browser has no WebAssembly with SIMD: a newer one can draw."));
-  const total = Object.values(settings.bytes).reduce((a, b) => a + b, 0);
   let loaded = 0;
   progress.hidden = false;
   const files = {};
-  for (const name of Object.keys(settings.bytes)) {
-    const explain = (error) => {
-      throw signal.aborted ? error : new Failure(t("{0} could not be loaded: is there a network? Press Draw again.", name));
-    };
-    const answer = await fetch(here(name), { signal }).catch(explain);
-    if (!answer.ok) throw new Failure(t("{0} could not be loaded ({1}). Press Draw again later.", name, answer.status));
-    const chunks = [];
-    for (const reader = answer.body.getReader(); ; ) {
-      const { done, value } = await reader.read().catch(explain);
-      if (done) break;
-      chunks.push(value);
-      loaded += value.length;
-      progress.value = loaded / total;
-      say(t("Loading {0} of {1} MB …", (loaded / 1e6).toFixed(1), (total / 1e6).toFixed(1)));
-    }
-    files[name] = new Uint8Array(await new Blob(chunks).arrayBuffer());
+  for (const name of Object.keys(settings.files)) {
+    files[name] = await read(name, signal, (bytes) => {
+      loaded += bytes;
+      progress.value = loaded / total();
+      say(t("Loading {0} of {1} MB …", (loaded / 1e6).toFixed(1), (total() / 1e6).toFixed(1)));
+    });
   }
   const runtime = await import(here("ort.wasm.bundle.min.mjs"));
   runtime.env.wasm.numThreads = 1; // more need headers that a plain host of files does not send
   runtime.env.wasm.wasmBinary = files["ort-wasm-simd-threaded.wasm"];
-  const sessions = { Tensor: runtime.Tensor };
-  for (const name of ["text_encoder", "denoiser", "decoder"]) {
-    sessions[name] = await runtime.InferenceSession.create(files[`${name}.onnx`]);
-  }
   progress.hidden = true;
-  return sessions;
+  return { runtime, files, sessions: {} };
 }
 
+// Runs one of the ONNX files. Each is made ready when it is needed first: who does not edit need not wait for that part.
 async function run(name, ...inputs) {
-  const session = model[name];
+  const externalData = ["drawer", "editor"].includes(name)
+    ? [{ path: "transformer.weights", data: model.files["transformer.weights"] }] : [];
+  // Its warnings are about constants that its optimiser removes.
+  const options = { externalData, logSeverityLevel: 3 };
+  model.sessions[name] ??= await model.runtime.InferenceSession.create(model.files[`${name}.onnx`], options);
+  const session = model.sessions[name];
   const results = await session.run(Object.fromEntries(session.inputNames.map((input, k) => [input, inputs[k]])));
-  return results[session.outputNames[0]].data;
+  return results[session.outputNames[0]];
 }
 
-// ---- Drawing: DDIM (Song et al., 2020), as course/sd/samplers.py has it
+// ---- Drawing: Euler's method from noise to image, as course/flux2/sampler.py has it
 
-async function draw({ caption, seed, steps, guidance }, signal, show) {
-  const numbers = (values, shape) => new model.Tensor("float32", Float32Array.from(values), shape);
-  const ids = Int32Array.from([...tokenize(""), ...tokenize(caption)]);
-  const text = await run("text_encoder", new model.Tensor("int32", ids, [2, 1, settings.tokens]));
-  const context = numbers(text, [2, settings.tokens, text.length / settings.tokens / 2]);
-  const jump = Math.floor(settings.alphas.length / steps);
-  let latents = noise(seed);
+async function draw({ caption, seed, steps, scene }) {
+  const { Tensor } = model.runtime;
+  const numbers = (values, shape) => new Tensor("float32", Float32Array.from(values), shape);
+  const [ids, mask] = tokenize(caption);
+  const shape = [1, settings.tokens];
+  const text = await run(
+    "text_encoder", new Tensor("int32", Int32Array.from(ids), shape), new Tensor("bool", Uint8Array.from(mask), shape)
+  );
+  const reference = scene && (await run("encoder", numbers(scene, [1, side, side, 3])));
+  const times = settings.times[steps];
+  let x = noise(seed);
   for (let step = 0; step < steps; step++) {
-    const timestep = (steps - 1 - step) * jump + settings.offset;
-    const [alpha, next] = [settings.alphas[timestep], timestep < jump ? 1 : settings.alphas[timestep - jump]];
-    const shaped = numbers(latents, [1, 8, 8, 4]);
-    const v = await run("denoiser", shaped, numbers([timestep], [1]), context, numbers([guidance], [1]));
-    const [a, b, c, d] = [alpha, 1 - alpha, next, 1 - next].map(Math.sqrt);
-    // What the model predicts, v, is a mix of image and noise (Salimans and Ho, 2022).
-    latents = latents.map((x, k) => c * (a * x - b * v[k]) + d * (a * v[k] + b * x));
-    show(await run("decoder", numbers(latents, [1, 8, 8, 4])), step + 1);
-    await new Promise((resume) => setTimeout(resume)); // lets the page show it, and take a click on Cancel
-    signal.throwIfAborted();
+    const tokens = numbers(x, settings.shape);
+    const time = numbers([times[step]], [1]);
+    const { data: velocity } = scene
+      ? await run("editor", tokens, reference, text, time) : await run("drawer", tokens, text, time);
+    x = x.map((value, k) => value + (times[step + 1] - times[step]) * velocity[k]);
   }
+  return (await run("decoder", numbers(x, settings.shape))).data;
 }
 
 function paint(values) {
-  const pixels = new ImageData(canvas.width, canvas.height);
+  const pixels = new ImageData(side, side);
   for (let k = 0; k < values.length / 3; k++) {
     for (let color = 0; color < 3; color++) pixels.data[4 * k + color] = Math.round(255 * values[3 * k + color]);
     pixels.data[4 * k + 3] = 255;
@@ -173,23 +209,17 @@ function paint(values) {
 
 // ---- The page
 
-// What Draw draws first is among the recorded images, and stands there from the start.
-function showRecorded() {
-  const sliders = [...recorded.querySelectorAll("input")];
-  const [columns, rows] = sliders.map((slider) => slider.dataset.numbers.split(", "));
-  const [column, row] = [columns.indexOf(field.steps.value), rows.indexOf(field.guidance.value)];
-  const [caption, sheet] = [field.caption.value, new Image()];
-  sheet.addEventListener("load", () => {
-    if (running || model) return;
-    const { width, height } = canvas;
-    canvas.getContext("2d").drawImage(sheet, column * width, row * height, width, height, 0, 0, width, height);
-    canvas.setAttribute("aria-label", caption);
-  });
-  sheet.src = here("recorded-0.webp");
-}
-
 function say(text) {
   said.textContent = text;
+}
+
+const isEditing = () => tabs[1].getAttribute("aria-selected") === "true";
+
+// The pixels, from 0 to 1, of the scene that is to be edited.
+function chosenScene() {
+  const picture = form.querySelector("[name=scene]:checked").nextElementSibling;
+  const { data } = picture.getContext("2d").getImageData(0, 0, side, side);
+  return Float32Array.from(data.filter((_, k) => k % 4 < 3), (value) => value / 255);
 }
 
 function compose() {
@@ -210,66 +240,132 @@ function check() {
     ? t("The checkpoint never saw {0}, so expect nothing sensible. {1}", unknown.join(", "), known) : "";
 }
 
-async function submit() {
-  if (running) return; // a second request does not wait behind the first
-  running = new AbortController();
-  field.cancel.disabled = false;
-  const caption = field.caption.value;
-  const [seed, steps, guidance] = ["seed", "steps", "guidance"].map((name) => Number(field[name].value));
+// Draws what the form says, and again if that has changed meanwhile.
+async function redraw() {
+  wanted = true;
+  if (drawing || !model) return;
+  drawing = true;
+  form.dataset.state = "drawing";
   try {
-    model ??= await load(running.signal);
-    const start = performance.now();
-    canvas.setAttribute("aria-label", t("Being drawn: {0}", caption));
-    await draw({ caption, seed, steps, guidance }, running.signal, (values, step) => {
-      paint(values);
-      say(t("Step {0} of {1}", step, steps));
-    });
-    canvas.setAttribute("aria-label", caption);
-    const seconds = ((performance.now() - start) / 1000).toFixed(1);
-    say(t("Drawn in {0} s, all of it in your browser.", seconds));
-  } catch (error) {
-    canvas.setAttribute("aria-label", t("Not finished: {0}", caption));
-    if (running.signal.aborted) say(t("Cancelled."));
-    else {
-      // A browser has different errors for too little memory, and the runtime puts them into text.
-      const memory = error instanceof RangeError || /memory|allocat/i.test(error.message);
-      const why = memory
-        ? t("There is too little memory for the model: close other tabs.") : t("Drawing failed: {0}.", error.message);
-      say(t("{0} These images were recorded:", error instanceof Failure ? error.message : why));
-      recorded.hidden = false;
+    while (wanted) {
+      wanted = false;
+      const caption = field.caption.value;
+      const [seed, steps] = [field.seed, field.steps].map(({ value }) => Number(value));
+      const start = performance.now();
+      paint(await draw({ caption, seed, steps, scene: isEditing() && chosenScene() }));
+      canvas.setAttribute("aria-label", caption);
+      const seconds = ((performance.now() - start) / 1000).toFixed(2);
+      say(t("Drawn in {0} s, all of it in your browser. What you change is drawn at once.", seconds));
+      await new Promise((resume) => setTimeout(resume)); // lets the page show it
     }
+  } catch (error) {
+    explain(error);
   } finally {
-    progress.hidden = true;
-    field.cancel.disabled = true;
-    running = null;
+    drawing = false;
+    form.dataset.state = "ready";
   }
+}
+
+function explain(error) {
+  // A browser has different errors for too little memory, and the runtime puts them into text.
+  const memory = error instanceof RangeError || /memory|allocat/i.test(error.message);
+  const why = memory
+    ? t("There is too little memory for the model: close other tabs.") : t("Drawing failed: {0}.", error.message);
+  say(t("{0} These images were recorded:", error instanceof Failure ? error.message : why));
+  recorded.hidden = false;
+}
+
+async function submit() {
+  if (loading) return; // a second click does not wait behind the first
+  if (!model) {
+    loading = new AbortController();
+    field.cancel.disabled = false;
+    try {
+      model = await load(loading.signal);
+    } catch (error) {
+      if (loading.signal.aborted) say(t("Cancelled."));
+      else explain(error);
+    } finally {
+      progress.hidden = true;
+      field.cancel.disabled = true;
+      loading = null;
+    }
+  }
+  await redraw();
+}
+
+// What Draw draws first is among the recorded images, and stands there from the start.
+function showRecorded() {
+  const [caption, sheet] = [field.caption.value, new Image()];
+  sheet.addEventListener("load", () => {
+    if (model || loading) return;
+    const column = [...field.steps.options].findIndex(({ value }) => value === field.steps.value);
+    canvas.getContext("2d").drawImage(sheet, column * side, 0, side, side, 0, 0, side, side);
+    canvas.setAttribute("aria-label", caption);
+  });
+  sheet.src = here("drawn.webp");
+}
+
+// The scenes that can be edited, side by side in one file.
+function showScenes() {
+  const sheet = new Image();
+  sheet.addEventListener("load", () => {
+    form.querySelectorAll("[name=scene] + canvas").forEach((picture, k) => {
+      picture.getContext("2d", { willReadFrequently: true }).drawImage(sheet, k * side, 0, side, side, 0, 0, side, side);
+    });
+  });
+  sheet.src = here("scenes.webp");
+}
+
+function choose(attributes) {
+  for (const name of ["size", "color", "shape", "background"]) field[name].value = attributes[name] ?? "";
+  compose();
+}
+
+// The first of each tab: what is drawn, or what is changed.
+const FIRST = [{ size: "large", color: "red", shape: "heart", background: "white" }, { color: "blue" }];
+
+function turnTo(tab) {
+  for (const other of tabs) {
+    other.setAttribute("aria-selected", String(other === tab));
+    other.tabIndex = other === tab ? 0 : -1;
+  }
+  document.getElementById("draw-panel").setAttribute("aria-labelledby", tab.id);
+  document.getElementById("draw-scenes").hidden = !isEditing();
+  document.getElementById("draw-caption-name").textContent = isEditing() ? t("what changes") : t("caption");
+  choose(FIRST[tabs.indexOf(tab)]);
+  redraw();
 }
 
 async function begin() {
   const answer = await fetch(here("settings.json"));
   if (!answer.ok) return; // the recorded images stay
   settings = await answer.json();
-  if (Object.keys(settings.bytes).length < 4) return; // the site was built without the model or its runtime
+  if (!settings.isWhole) return; // the site was built without the model or its runtime
   for (const name of ["size", "color", "shape", "background"]) {
     for (const word of settings.choices[name === "background" ? "color" : name]) field[name].add(new Option(word));
     field[name].addEventListener("change", compose);
   }
-  Object.assign(field.size, { value: "large" });
-  Object.assign(field.color, { value: "red" });
-  Object.assign(field.shape, { value: "heart" });
-  Object.assign(field.background, { value: "white" });
-  for (const name of ["seed", "steps", "guidance"]) {
-    const show = () => (field[`${name}-value`].value = field[name].value);
-    field[name].addEventListener("input", show);
-    show();
-  }
+  const seed = () => (field["seed-value"].value = field.seed.value);
+  field.seed.addEventListener("input", seed);
   field.caption.addEventListener("input", check);
-  field.cancel.addEventListener("click", () => running?.abort());
+  field.cancel.addEventListener("click", () => loading?.abort());
+  form.addEventListener("input", redraw);
   form.addEventListener("submit", (event) => (event.preventDefault(), submit()));
-  compose();
+  for (const [k, tab] of tabs.entries()) {
+    tab.addEventListener("click", () => turnTo(tab));
+    tab.addEventListener("keydown", ({ key }) => {
+      if (!["ArrowLeft", "ArrowRight"].includes(key)) return;
+      turnTo(tabs[1 - k]);
+      tabs[1 - k].focus();
+    });
+  }
+  seed();
+  turnTo(tabs[0]);
   showRecorded();
-  const total = Object.values(settings.bytes).reduce((a, b) => a + b, 0);
-  say(t("Draw loads {0} MB the first time.", (total / 1e6).toFixed(0)));
+  showScenes();
+  const left = (await missing()).reduce((sum, name) => sum + settings.files[name].bytes, 0);
+  say(left ? t("Draw loads {0} MB the first time.", (left / 1e6).toFixed(0)) : t("All that Draw needs is here already."));
   form.hidden = false;
   recorded.hidden = true;
 }

@@ -1,10 +1,12 @@
 """Make what the landing page draws with, and recorded images for browsers that cannot draw.
 
-That is the bundled checkpoint as ONNX files, the runtime for them, and sheets of images.
+That is a bundled checkpoint as ONNX files, the runtime for them, and sheets of images. Chapter 4
+shows recorded images of another, for many steps and guidance scales.
 ``python -m lab.site.build_site`` calls `make`. Nothing is made again that is newer than its
 sources.
 """
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -16,31 +18,64 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from course import sd
-from course.sd.samplers import alphas
+from course import flux2, sd
+from course.flux2.tokenizer import PADDING, TEMPLATE
 from course.shapes import scenes
 from lab.site.lock import ROOT
+from lab.train.data import all_captions
 
 DRAW_LOCK = ROOT / "locks" / "draw.lock"
-CHECKPOINT = ROOT / "checkpoints" / "shapes-sd"
+CHECKPOINT = ROOT / "checkpoints" / "shapes-flux2"
 PAGE = ROOT / "docs" / "draw"
 MADE = ROOT / "build" / "draw"
-SOURCES = [file for file in CHECKPOINT.rglob("*") if file.suffix in (".json", ".msgpack", ".txt")]
-SOURCES += (ROOT / "course" / "sd").glob("*.py")
-MODELS = ("text_encoder.onnx", "denoiser.onnx", "decoder.onnx")
+MODELS = tuple(
+    f"{name}.onnx" for name in ("text_encoder", "encoder", "drawer", "editor", "decoder")
+)
+MODELS += ("transformer.weights",)
 RUNTIME = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
-# There is a sheet of recorded images for each caption, with a column for each number of steps and
-# a row for each guidance scale.
+# What the page shows until it draws itself, and where it cannot: a row for each caption, a column
+# for each number of runs of the network.
+DRAWN = (
+    "a large red heart on a white background",
+    "a small yellow star on a blue background",
+    "a medium green ring on a black background",
+)
+RUNS = (1, 2, 4)
+DRAWN_SHEET = "drawn.webp"
+# What it can edit.
+SCENES = (
+    scenes.Scene("large", "red", "heart", "white", radius=0.4),
+    scenes.Scene("medium", "yellow", "star", "blue", x=0.4, y=0.45, radius=0.26, tilt=12.0),
+    scenes.Scene("small", "green", "ring", "black", x=0.65, y=0.6, radius=0.18),
+    scenes.Scene("large", "purple", "arrow", "orange", x=0.5, y=0.48, radius=0.38, tilt=-15.0),
+)
+SCENES_SHEET = "scenes.webp"
+# For chapter 4 there is a sheet for each caption, with a column for each number of steps and a row
+# for each guidance scale.
+RECORDED = ROOT / "checkpoints" / "shapes-sd"
 CAPTIONS = ("a large red heart on a white background", "a small yellow star on a blue background")
 STEPS = (1, 2, 3, 4, 6, 8, 10, 15, 20, 30)
 GUIDANCE_SCALES = (1.0, 2.0, 3.0, 5.0, 8.0)
 SHEETS = tuple(f"recorded-{number}.webp" for number in range(len(CAPTIONS)))
 # What the templates of the page name.
 VALUES = {
+    "checkpoint": CHECKPOINT.name,
+    "drawn": DRAWN,
+    "runs": RUNS,
+    "scenes": [scenes.caption(s.size, s.color, s.shape, s.background) for s in SCENES],
     "captions": CAPTIONS,
     "steps": ", ".join(str(steps) for steps in STEPS),
     "scales": ", ".join(f"{scale:g}" for scale in GUIDANCE_SCALES),
 }
+
+
+def sources(checkpoint: Path, code: str) -> list[Path]:
+    """List what images and ONNX files follow from: a checkpoint, and the code of its model."""
+    kinds = (".json", ".msgpack", ".safetensors", ".txt")
+    files = [file for file in checkpoint.rglob("*") if file.suffix in kinds]
+    for folder in (code, "model"):
+        files += (ROOT / "course" / folder).glob("*.py")
+    return files
 
 
 def is_newer(made: list[Path], sources: list[Path]) -> bool:
@@ -60,7 +95,9 @@ def export_models() -> None:
         If the packages cannot be installed, or the export fails; the message says why.
     """
     exporter = ROOT / "lab" / "site" / "export_model.py"
-    if is_newer([MADE / name for name in MODELS], [*SOURCES, DRAW_LOCK, exporter]):
+    if is_newer(
+        [MADE / name for name in MODELS], [*sources(CHECKPOINT, "flux2"), DRAW_LOCK, exporter]
+    ):
         return
     environment = MADE / "venv"
     python = environment / "bin" / "python"
@@ -108,31 +145,71 @@ def run(*command) -> None:
 
 
 def write_settings(file: Path) -> None:
-    """Write what the page's script knows of the checkpoint, and the sizes of what it can load."""
-    tokenizer = CHECKPOINT / "tokenizer"
-    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
-    schedule = sd.read_config(CHECKPOINT).schedule
-    merges = (tokenizer / "merges.txt").read_text().splitlines()[1:]
-    loaded = [MADE / name for name in (*MODELS, RUNTIME[1])]
+    """Write what the page's script knows of the checkpoint, and what it can load."""
+    config = flux2.read_config(CHECKPOINT)
+    tokenize = flux2.load_tokenizer(CHECKPOINT, config)
+    model = json.loads((CHECKPOINT / "tokenizer" / "tokenizer.json").read_text())
+    special = {token["content"]: token["id"] for token in model["added_tokens"]}
+    tokens = jax.eval_shape(
+        lambda: flux2.random_tokens(jax.random.key(0), config, 1, config.side, config.side)
+    )
+    times = {}
+    for steps in RUNS:
+        shift = config.shift or flux2.shift_by_size(tokens.shape[1], steps)
+        times[steps] = flux2.times(steps, shift).tolist()
+    files = {}
+    for name in (*MODELS, RUNTIME[1]):
+        if (MADE / name).exists():
+            content = (MADE / name).read_bytes()
+            digest = hashlib.sha256(content).hexdigest()[:16]
+            files[name] = {"bytes": len(content), "digest": digest}
     settings = {
         "choices": {"size": [*scenes.SIZES], "color": [*scenes.COLORS], "shape": [*scenes.SHAPES]},
-        "words": config["caption_words"],
-        "vocabulary": json.loads((tokenizer / "vocab.json").read_text()),
-        "merges": [line.split() for line in merges if line],
-        "tokens": config["model_max_length"],
-        "alphas": [float(f"{alpha:.9g}") for alpha in alphas(schedule)],
-        "offset": schedule.steps_offset,
-        "bytes": {file.name: file.stat().st_size for file in loaded if file.exists()},
+        "words": list(dict.fromkeys(" ".join(all_captions()).split())),
+        "template": TEMPLATE,
+        "vocabulary": model["model"]["vocab"],
+        "merges": model["model"]["merges"],
+        "special": special,
+        "padding": special[PADDING],
+        "tokens": tokenize.max_length,
+        "shape": tokens.shape,
+        "noise": tokens.size,
+        "times": times,
+        "files": files,
+        "isWhole": len(files) == len(MODELS) + 1,
     }
     file.write_text(json.dumps(settings, ensure_ascii=False))
 
 
-def record_images() -> None:
-    """Draw the recorded images, all from the same noise: a sheet for each caption."""
-    if is_newer([MADE / name for name in SHEETS], [*SOURCES, Path(__file__)]):
+def draw_images() -> None:
+    """Draw what the page shows until it draws itself, and the scenes that it can edit."""
+    made = [MADE / DRAWN_SHEET, MADE / SCENES_SHEET]
+    if is_newer(made, [*sources(CHECKPOINT, "flux2"), Path(__file__)]):
         return
-    jax.config.update("jax_platforms", "cpu")  # every build of the site shows the same images
-    params, config, tokenize = sd.load(CHECKPOINT)
+    params, config, tokenize = flux2.load(CHECKPOINT, jnp.float32)
+    side = config.side
+    draw = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
+    noise = flux2.random_tokens(jax.random.key(0), config, 1, side, side)
+    noise = jnp.tile(noise, (len(DRAWN), 1, 1))
+    columns = []
+    for steps in RUNS:
+        images = draw(params, config, *tokenize(DRAWN), noise, side, side, steps)
+        columns.append(np.concatenate(images, axis=0))
+    save_sheet(np.concatenate(columns, axis=1), MADE / DRAWN_SHEET)
+    pictures = np.concatenate([scenes.render(scene, side) for scene in SCENES], axis=1)
+    Image.fromarray(pictures).save(MADE / SCENES_SHEET, lossless=True)
+
+
+def save_sheet(sheet: np.ndarray, file: Path) -> None:
+    """Save images from 0 to 1, (height, width, 3), in one file."""
+    Image.fromarray((255 * sheet).round().astype(np.uint8)).save(file, quality=80, method=6)
+
+
+def record_images() -> None:
+    """Draw chapter 4's recorded images, all from the same noise: a sheet for each caption."""
+    if is_newer([MADE / name for name in SHEETS], [*sources(RECORDED, "sd"), Path(__file__)]):
+        return
+    params, config, tokenize = sd.load(RECORDED)
     draw = jax.jit(sd.generate, static_argnames=sd.STATIC)
     key = jax.random.key(0)
     rows = len(GUIDANCE_SCALES)
@@ -145,9 +222,7 @@ def record_images() -> None:
         for steps in STEPS:
             images = draw(params, config, prompts, key, tokenize([""]), steps, scales, noise)
             columns.append(np.concatenate(images, axis=0))  # (rows * 64, 64, 3)
-        sheet = np.concatenate(columns, axis=1)
-        pixels = (255 * sheet).round().astype(np.uint8)
-        Image.fromarray(pixels).save(MADE / name, quality=80, method=6)
+        save_sheet(np.concatenate(columns, axis=1), MADE / name)
 
 
 def make(folder: Path) -> list[str]:
@@ -164,9 +239,12 @@ def make(folder: Path) -> list[str]:
             for name in names:  # what an earlier build left belongs to an older model
                 (MADE / name).unlink(missing_ok=True)
             missing.append(f"The landing page cannot draw, and shows recorded images. {error}")
+    jax.config.update("jax_platforms", "cpu")  # every build of the site shows the same images
+    draw_images()
     record_images()
     folder.mkdir(parents=True)
-    for file in [*PAGE.glob("*.js"), *(MADE / name for name in (*MODELS, *RUNTIME, *SHEETS))]:
+    made = (*MODELS, *RUNTIME, DRAWN_SHEET, SCENES_SHEET, *SHEETS)
+    for file in [*PAGE.glob("*.js"), *(MADE / name for name in made)]:
         if file.exists():
             shutil.copy(file, folder)
     write_settings(folder / "settings.json")

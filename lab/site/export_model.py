@@ -1,4 +1,4 @@
-"""Write a checkpoint as ONNX files, for the page that draws.
+"""Write a small FLUX.2 as ONNX files, for the page that draws.
 
 It runs as ``python -m lab.site.export_model CHECKPOINT FOLDER`` in an environment of its own, from
 locks/draw.lock, because jax2onnx brings many packages that nothing else here needs.
@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 from jax2onnx import to_onnx
+from onnx.external_data_helper import set_external_data
 
-from course import sd
-from course.sd.pipeline import denoise_step, encode_prompts
-from course.sd.unet import project_text
-from course.sd.vae import decode
+from course import flux2
 
 SMALL = 1024  # arrays with fewer numbers stay float32
+WEIGHTS = "transformer.weights"  # of drawing and of editing, whose programs differ
 
 
 def store_as_float16(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -40,39 +39,80 @@ def store_as_float16(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
+def share_weights(models: list[onnx.ModelProto], file: Path) -> None:
+    """Move the large weights of models into one file, in which equal ones stand once."""
+    places = {}
+    with file.open("wb") as stream:
+        for model in models:
+            for weight in model.graph.initializer:
+                values = weight.raw_data
+                if len(values) < SMALL:
+                    continue
+                if values not in places:
+                    places[values] = stream.tell()
+                    stream.write(values)
+                set_external_data(weight, file.name, places[values], len(values))
+                weight.ClearField("raw_data")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="a folder in diffusers' format")
     parser.add_argument("folder", type=Path, help="where the files go")
     options = parser.parse_args()
-    params, config, tokenize = sd.load(options.checkpoint)
+    params, config, tokenize = flux2.load(options.checkpoint, jnp.float32)
+    side = config.side
+    rows, columns = flux2.size_in_tokens(config, side, side)
+    own = flux2.positions(rows, columns)
+    with_reference = np.concatenate([own, flux2.positions(rows, columns, reference=1)])
 
-    def text_encoder(ids):
-        """Context (2, 77, width) of the ids (2, 77) of the empty prompt and the prompt."""
-        return encode_prompts(params, config, ids)[0]
+    def text_encoder(ids, mask):
+        """What the transformer gets of a prompt: (1, tokens, joint_attention_dim)."""
+        return flux2.encode_prompts(params, config, ids, mask)
 
-    def denoiser(latents, timestep, context, guidance):
-        """The guided prediction (1, side, side, channels); timestep and guidance are (1,)."""
-        condition = project_text(params["unet"], config.unet, context)
-        return denoise_step(params, config, latents, timestep, condition, guidance)
+    def encoder(image):
+        """Tokens (1, tokens, channels) of an image (1, height, width, 3)."""
+        return flux2.encode_images(params, config, image)
 
-    def decoder(latents):
-        """Images (1, height, width, 3) of latents."""
-        return decode(params["vae"], config.vae, latents)
+    def decoder(tokens):
+        """An image (1, height, width, 3) of tokens (1, tokens, channels)."""
+        return flux2.decode(params["vae"], config.vae, tokens, side, side)
 
-    side = config.unet.sample_size
-    ids = jax.eval_shape(lambda: jnp.asarray(tokenize(["", ""])))
-    latents = jax.ShapeDtypeStruct((1, side, side, config.unet.in_channels), jnp.float32)
-    number = jax.ShapeDtypeStruct((1,), jnp.float32)
-    context = jax.eval_shape(text_encoder, ids)
+    def velocity(tokens, text, time, places):
+        transformer = params["transformer"]
+        text_places = flux2.text_positions(text.shape[1])
+        moved = flux2.velocity(
+            transformer, config.transformer, tokens, text, time, places, text_places
+        )
+        return moved[:, : len(own)]
+
+    def drawer(tokens, text, time):
+        """The velocity of an image's tokens (1, tokens, channels); time is (1,)."""
+        return velocity(tokens, text, time, own)
+
+    def editor(tokens, reference, text, time):
+        """The same, where tokens of another image are seen, too."""
+        both = jnp.concatenate([tokens, reference], axis=1)
+        return velocity(both, text, time, with_reference)
+
+    ids, mask = tokenize([""])
+    image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
+    time = jax.ShapeDtypeStruct((1,), jnp.float32)
+    tokens = jax.eval_shape(encoder, image)
+    text = jax.eval_shape(text_encoder, ids, mask)
     inputs = {
-        text_encoder: [ids],
-        denoiser: [latents, number, context, number],
-        decoder: [latents],
+        text_encoder: [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (ids, mask)],
+        encoder: [image],
+        decoder: [tokens],
+        drawer: [tokens, text, time],
+        editor: [tokens, tokens, text, time],
     }
+    models = {}
     for function, shapes in inputs.items():
-        model = store_as_float16(to_onnx(function, shapes))
-        onnx.save(model, options.folder / f"{function.__name__}.onnx")
+        models[function.__name__] = store_as_float16(to_onnx(function, shapes))
+    share_weights([models["drawer"], models["editor"]], options.folder / WEIGHTS)
+    for name, model in models.items():
+        onnx.save(model, options.folder / f"{name}.onnx")
 
 
 if __name__ == "__main__":
