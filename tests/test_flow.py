@@ -57,6 +57,23 @@ def test_the_velocity_and_the_times_are_those_of_the_chapter():
 
 
 @needs_node
+def test_once_paths_are_straightened_one_step_ends_where_many_do():
+    code = """
+      const noise = flow.fillNormal(new Float64Array(2000), flow.uniformFrom(1)).sort();
+      const mean = (x, t) => x.map((value) => flow.meanVelocity(value, t));
+      const ends = flow.follow(mean, noise, flow.times(200)).at(-1);
+      const straight = flow.straightVelocity(noise, ends);
+      const off = [1, 2, 7].map((steps) =>
+        [mean, straight].map((velocity) =>
+          flow.meanDistance(flow.follow(velocity, noise, flow.times(steps)).at(-1), ends, 1)));
+      console.log(JSON.stringify(off));
+    """
+    curved, straight = np.transpose(in_node(code))
+    assert curved[0] > 0.5
+    assert (straight < 1e-9).all()
+
+
+@needs_node
 def test_gradients_are_the_slopes_of_the_loss():
     code = """
       const uniform = flow.uniformFrom(3);

@@ -89,3 +89,25 @@ export function meanVelocity(x, t) {
   const sum = likely.reduce((a, b) => a + b);
   return PEAKS.reduce((mean, peak, k) => mean + (likely[k] / sum) * (slope * away[k] - peak), 0);
 }
+
+// The velocity once the paths are straightened: noise and the ends of its own paths, both sorted, joined by lines.
+export function straightVelocity(noise, ends) {
+  const speeds = noise.map((start, k) => start - ends[k]);
+  return (x, t) => {
+    const places = noise.map((start, k) => (1 - t) * ends[k] + t * start); // they rise: the lines do not cross
+    return x.map((value) => interpolate(value, places, speeds));
+  };
+}
+
+// The value at x of a function that is known at places that rise, and is constant outside of them.
+function interpolate(x, places, values) {
+  let [low, high] = [0, places.length - 1];
+  if (x <= places[low]) return values[low];
+  if (x >= places[high]) return values[high];
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (places[middle] <= x) low = middle;
+    else high = middle;
+  }
+  return values[low] + ((x - places[low]) / (places[high] - places[low])) * (values[high] - values[low]);
+}

@@ -1,6 +1,9 @@
 // A flow in one dimension, exact, with sliders for the time, the number of Euler's steps and the shift of their times.
+// In chapter 17 one chooses, too, how noise and data are paired.
 
-import { density, fillNormal, follow, meanDistance, meanVelocity, placesAt, times, uniformFrom } from "./flow.mjs";
+import {
+  density, fillNormal, follow, meanDistance, meanVelocity, placesAt, straightVelocity, times, uniformFrom,
+} from "./flow.mjs";
 import { textsOf } from "./texts.mjs";
 
 const STEPS = [1, 2, 3, 4, 6, 8, 16, 32];
@@ -13,13 +16,18 @@ const SECONDS = 4; // from noise to data
 const form = document.querySelector(".flow-line");
 const t = textsOf(form);
 const [picture, said] = [form.querySelector("svg"), form.querySelector(".flow-said")];
-const { time, steps, shift, play } = form.elements;
+const { time, steps, shift, pairs, play } = form.elements;
 
-const exactly = (x, now) => x.map((value) => meanVelocity(value, now));
 // A thousand starts, as evenly spread as 20,000 random ones are when they are sorted.
 const noise = fillNormal(new Float64Array(20_000), uniformFrom(0)).sort().filter((_, k) => k % 20 === 10);
 const shown = (x) => x.filter((_, k) => k % 50 === 25);
-const exact = follow(exactly, noise, times(200));
+const fine = times(200);
+// What a model would learn from each kind of pairs, and where that leads.
+const velocities = { chance: (x, now) => x.map((value) => meanVelocity(value, now)) };
+const exacts = { chance: follow(velocities.chance, noise, fine) };
+velocities.path = straightVelocity(noise, exacts.chance.at(-1));
+exacts.path = follow(velocities.path, noise, fine);
+const kind = () => pairs?.value ?? "chance";
 
 let at; // the times of Euler's steps
 let path; // where they lead
@@ -27,8 +35,8 @@ let path; // where they lead
 function step() {
   const count = STEPS[steps.value];
   at = times(count, SHIFTS[shift.value]);
-  path = follow(exactly, noise, at);
-  const off = meanDistance(path.at(-1), exact.at(-1), 1).toFixed(2);
+  path = follow(velocities[kind()], noise, at);
+  const off = meanDistance(path.at(-1), exacts[kind()].at(-1), 1).toFixed(2);
   said.textContent = count === 1
     ? t("One step ends {0} from the exact ends, on average.", off)
     : t("{0} steps end {1} from the exact ends, on average.", count, off);
@@ -54,26 +62,30 @@ function paint(now, timeNow) {
   const aside = (dense) => width - side + (Math.min(dense, DENSEST) / DENSEST) * (side - 4);
   const line = (points, kind) => `<polyline class="${kind}" points="${points.map((p) => p.map((v) => v.toFixed(1))).join(" ")}"/>`;
   const parts = at.map((value) => line([[across(value), 0], [across(value), height - bottom]], "flow-time"));
-  const curve = exact.filter((_, k) => k % 4 === 0).map(shown);
+  const curve = exacts[kind()].filter((_, k) => k % 4 === 0).map(shown);
   curve[0].forEach((_, n) => parts.push(line(curve.map((x, k) => [across(1 - k / 50), up(x[n])]), "flow-exact")));
   const pieces = path.map(shown);
   pieces[0].forEach((_, n) => parts.push(line(pieces.map((x, k) => [across(at[k]), up(x[n])]), "flow-euler")));
   for (const x of shown(now)) {
     parts.push(`<circle class="flow-point" r="3.5" cx="${across(timeNow).toFixed(1)}" cy="${up(x).toFixed(1)}"/>`);
   }
-  const grid = Array.from({ length: 121 }, (_, k) => -HIGHEST + k / 20);
-  parts.push(line([[aside(0), up(-HIGHEST)], ...grid.map((x) => [aside(density(x, timeNow)), up(x)])], "flow-filled"));
   const size = (2 * HIGHEST) / BINS;
-  const counts = Array(BINS).fill(0);
-  for (const x of now) {
-    const bin = Math.floor((x + HIGHEST) / size);
-    if (bin in counts) counts[bin] += 1;
-  }
-  const stairs = counts.flatMap((count, k) => {
-    const dense = aside(count / now.length / size);
-    return [[dense, up(-HIGHEST + k * size)], [dense, up(-HIGHEST + (k + 1) * size)]];
-  });
-  parts.push(line(stairs, "flow-outline"));
+  const histogram = (x) => {
+    const counts = Array(BINS).fill(0);
+    for (const value of x) {
+      const bin = Math.floor((value + HIGHEST) / size);
+      if (bin in counts) counts[bin] += 1;
+    }
+    return counts.flatMap((count, k) => {
+      const dense = aside(count / x.length / size);
+      return [[dense, up(-HIGHEST + k * size)], [dense, up(-HIGHEST + (k + 1) * size)]];
+    });
+  };
+  const grid = Array.from({ length: 121 }, (_, k) => -HIGHEST + k / 20);
+  const filled = kind() === "chance"
+    ? grid.map((x) => [aside(density(x, timeNow)), up(x)]) : histogram(placesAt(exacts.path, fine, timeNow));
+  parts.push(line([[aside(0), up(-HIGHEST)], ...filled], "flow-filled"));
+  parts.push(line(histogram(now), "flow-outline"));
   const label = (x, anchor, text) => `<text x="${x}" y="${height - 6}" text-anchor="${anchor}">${text}</text>`;
   parts.push(label(10, "start", t("t = 1: noise")), label(width - side - 10, "end", t("t = 0: data")));
   picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -106,7 +118,7 @@ play.addEventListener("click", () => {
   frame = requestAnimationFrame(move);
 });
 [steps.max, shift.max] = [STEPS.length - 1, SHIFTS.length - 1];
-for (const slider of [steps, shift]) slider.addEventListener("input", step);
+for (const choice of [steps, shift, pairs]) choice?.addEventListener("input", step);
 time.addEventListener("input", () => {
   stop();
   show();
