@@ -25,7 +25,7 @@ from lab.site.lock import ROOT
 from lab.train.data import all_captions
 
 DRAW_LOCK = ROOT / "locks" / "draw.lock"
-CHECKPOINT = ROOT / "checkpoints" / "shapes-flux2"
+CHECKPOINT = ROOT / "checkpoints" / "shapes-few"
 PAGE = ROOT / "docs" / "draw"
 MADE = ROOT / "build" / "draw"
 MODELS = tuple(
