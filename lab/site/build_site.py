@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "site"
 NOTEBOOKS = {"en": ROOT / "notebooks", LANGUAGE: ROOT / "notebooks" / LANGUAGE}
 KINDS_OF_FILES = ROOT / "docs" / "which-files.toml"
-FLOW = ROOT / "docs" / "flow"  # the widgets of chapter 15
+FLOW = ROOT / "docs" / "flow"  # the widgets of chapters 15 and 17
 READMES = {"en": ROOT / "README.md", LANGUAGE: ROOT / f"README.{LANGUAGE}.md"}
 # What stands on folded cells, by their tags, of which the last one counts.
 SHOW = {"en": "Show {}", LANGUAGE: "展开{}"}
@@ -93,6 +93,16 @@ WIDGETS = {
             {"en": "In two dimensions, on your points", LANGUAGE: "二维：学你自己画的点"},
             FLOW / "plane.html",
         ),
+    ],
+    "17_few_steps": [
+        Widget(
+            "17-reflow",
+            {
+                "en": "Pairs by chance and by path, with sliders",
+                LANGUAGE: "用滑块比较随机配对和按路径配对",
+            },
+            FLOW / "straight.html",
+        )
     ],
 }
 
