@@ -211,6 +211,14 @@ def describe_page(app, pagename, templatename, context, doctree):
             context["metatags"] = f"\n{base}{context['metatags']}"
 
 
+def let_everybody_reach(app, pagename, templatename, context, doctree):
+    """Let the keyboard reach tables that scroll, and give folded cells the name that is seen."""
+    if "body" in context:
+        body = context["body"].replace(' aria-label="Toggle hidden content"', "")
+        table = '<div class="pst-scrollable-table-container"'
+        context["body"] = body.replace(table, f'{table} tabindex="0"')
+
+
 def fit_into_book(app, doctree, docname):
     """Leave out of the book what needs a browser, and let links out of it lead to the site.
 
@@ -365,4 +373,5 @@ def connect_builder(app):
     app.connect("html-page-context", add_chapter_links, priority=400)
     app.connect("html-page-context", add_language_switch, priority=400)
     app.connect("html-page-context", describe_page, priority=400)
+    app.connect("html-page-context", let_everybody_reach)
     app.connect("doctree-resolved", load_lazily)
