@@ -77,7 +77,7 @@ def execute(session, lock: str, devices: int, numbers, has_course: bool = True, 
 def colab(session):
     """Every chapter on Colab's packages, with the oldest JAX, on one device."""
     like_colab = {"COLAB_RELEASE_TAG": "simulated"}
-    execute(session, "locks/colab.lock", 1, range(17), False, **like_colab, **FASTER)
+    execute(session, "locks/colab.lock", 1, range(18), False, **like_colab, **FASTER)
 
 
 @nox.session(python="3.12")
@@ -102,4 +102,4 @@ def oldest_python(session):
 @nox.session(python="3.13", name="without-diffusers")
 def without_diffusers(session):
     """The chapters past the pipelines, on the newest of all packages, on three devices."""
-    execute(session, "locks/newest.lock", 3, range(9, 17), **FASTER)
+    execute(session, "locks/newest.lock", 3, range(9, 18), **FASTER)
