@@ -107,6 +107,7 @@ def test_a_process_that_is_told_to_end_says_what_to_do(name, capsys):
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows ends processes without asking them.")
 def test_a_signal_that_comes_where_python_drops_errors_is_not_lost(name, capsys):
     number = getattr(signal, name)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background lacks
 
     class Told:
         def __del__(self):

@@ -329,6 +329,8 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(
             os.kill(os.getpid(), getattr(signal, name))
             yield
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background lacks
+
     def start_ray(*_):  # which sets handlers of its own
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
