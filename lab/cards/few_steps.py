@@ -5,7 +5,6 @@
 judged while a student was trained in this folder, by ``lab.train``, to ``score/students``.
 """
 
-import argparse
 import json
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from lab.cards.flux2 import (
     find_answer,
     read_training,
     record_training,
+    run_card,
     table_head,
     table_row,
     unet_score,
@@ -188,19 +188,12 @@ def add_training(folder: Path) -> None:
     record_training(STUDENTS, asked, answer, losses)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="of a training, to add")
-    options = parser.parse_args()
-    if options.work:
-        add_training(options.work)
-        return
+def make() -> None:
+    """Draw the card's pictures, and write its tables."""
     draw_pictures()
     draw_scores()
     update_card(CARD, tables())
 
 
 if __name__ == "__main__":
-    main()
+    run_card(__doc__, add_training, make)

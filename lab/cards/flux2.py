@@ -7,6 +7,7 @@ model was trained in this folder, by ``lab.train``, to ``score/trainings``.
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -284,15 +285,23 @@ def add_training(folder: Path) -> None:
     record_training(TRAININGS, asked, answer, losses)
 
 
-def main() -> None:
+def run_card(
+    description: str, add_training: Callable[[Path], None], make: Callable[[], None]
+) -> None:
+    """Make a card, or with ``--work FOLDER`` only add a training to its record."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="of a training, to add")
     options = parser.parse_args()
     if options.work:
         add_training(options.work)
-        return
+    else:
+        make()
+
+
+def make() -> None:
+    """Draw the card's pictures, and write its tables in both languages."""
     draw_pictures()
     draw_trainings()
     draw_scores()
@@ -301,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_card(__doc__, add_training, make)
