@@ -4,6 +4,7 @@ The scores in the model cards are of hundreds of pictures. Here a few are judged
 far below the score, so that a broken model fails and chance does not.
 """
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -65,8 +66,12 @@ def test_the_record_and_the_card_are_of_the_bundled_checkpoint(record, questions
     assert card.tables() in card.CARD.read_text()
 
 
-def test_the_chinese_card_has_the_same_scores():
-    assert cards.chinese_tables() in cards.CHINESE_CARD.read_text()
+@pytest.mark.parametrize("card", [cards, few_cards])
+def test_the_chinese_card_has_the_same_scores_and_no_english_words(card):
+    tables = card.chinese_tables()
+    assert tables in card.CHINESE_CARD.read_text()
+    names = {"CPU", "DDIM", "UNet", "reflow", "sd", "shapes", "shift"}
+    assert set(re.findall(r"[A-Za-z]{2,}", tables)) <= names
 
 
 def test_what_the_shapes_count_adds_up_to_all():

@@ -28,9 +28,11 @@ from lab.cards.flux2 import own_score as teacher_score
 from lab.cards.pictures import save_picture
 from lab.score.few_steps import CHECKPOINT, RUNS, SHIFTS, USUAL
 from lab.score.flux2 import STEPS, hash_of_weights, load
+from lab.site.translations import chinese_of, translate_table
 from lab.train import few_steps, flow
 
 CARD = CHECKPOINT / "README.md"
+CHINESE_CARD = chinese_of(CARD)
 TEACHER_GUIDANCE = {False: 3.0, True: 2.0}  # of drawings, and of edits
 DRAWN_RUNS = (1, 2, 4)  # in the picture of samples
 STUDENTS = "score/students"
@@ -134,6 +136,11 @@ def tables() -> str:
     return "\n".join(lines)
 
 
+def chinese_tables() -> str:
+    """Return the scores of the Chinese card."""
+    return translate_table("few-scores", tables())
+
+
 def draw_scores() -> None:
     """Draw what is drawn and edited right against the runs of the network."""
     figure = Figure(figsize=(8, 2.8), layout="tight")
@@ -189,10 +196,11 @@ def add_training(folder: Path) -> None:
 
 
 def make() -> None:
-    """Draw the card's pictures, and write its tables."""
+    """Draw the card's pictures, and write its tables in both languages."""
     draw_pictures()
     draw_scores()
     update_card(CARD, tables())
+    update_card(CHINESE_CARD, chinese_tables())
 
 
 if __name__ == "__main__":
