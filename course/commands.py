@@ -60,12 +60,22 @@ def seconds(text: str) -> float:
 # Where commands write.
 
 
-def check_writable(folder: Path) -> None:
-    """Make a folder if it is not there; raise ``RuntimeError`` if it cannot be written."""
+def try_to_write(folder: Path, size: int) -> None:
+    """Write so many bytes into a folder, which may be new, and take them away again.
+
+    What the system says of free room leaves out quotas, and limits on the size of a file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        block = os.urandom(min(size, 2**20))  # zeros take no room on disks that compress
+        for start in range(0, size, len(block)):
+            probe.write(block[: size - start])
+
+
+def check_writable(folder: Path, size: int = 4096) -> None:
+    """Make a folder if it is not there; ``RuntimeError`` if so many bytes cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(4096))
+        try_to_write(folder, size)
     except OSError as error:
         raise RuntimeError(
             f"{folder} cannot be written ({error.strerror}): make room, or give a different place."

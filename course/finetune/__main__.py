@@ -222,6 +222,7 @@ def _train_into(folder: Path, options: argparse.Namespace) -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     state = init_state(params, recipe, has_word)
     check_room(folder, room_for(state))
+    check_writable(folder, room_for(state))
     state, params, data = jax.device_put((state, params, data), NamedSharding(mesh, P()))
     state = saver.restore(state)
     print(

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import hashlib
 import re
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course import flux2, sd
-from course.commands import LARGEST
+from course.commands import LARGEST, try_to_write
 from course.families import Config, code_of
 from course.flux2 import training as of_flux2
 from course.model.attention import ATTENTION, find_attention
@@ -579,18 +578,15 @@ class Saver:
         # All devices have the same state, so the host's copy will do. From the devices' own, Orbax
         # would take a slice of each array from each device, by a program for each shape.
         state = jax.device_get(state)
-        size = room_for(state)
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(self._about)
         )
         try:
-            # Of a disk that is full, Orbax's threads print tracebacks before it raises.
-            free = shutil.disk_usage(self._manager.directory).free
-            if size > free:
-                raise OSError(f"it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
+            # Where that cannot be written, Orbax's threads print tracebacks before it raises.
+            try_to_write(Path(self._manager.directory), room_for(state))
             self._manager.save(step, args=args, force=True)
         except (OSError, RuntimeError, ValueError) as error:  # as it comes from several libraries
-            reason = str(error).strip().split("\n")[0]
+            reason = getattr(error, "strerror", None) or str(error).strip().split("\n")[0]
             raise RuntimeError(
                 f"The state of step {step} cannot be saved ({reason}): make room, and start the "
                 "same again, which goes on from the last state that was saved."
