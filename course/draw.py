@@ -286,7 +286,7 @@ def read_column(file: Path, name: str) -> list[str | None]:
             if not isinstance(cell, str | None):
                 shown = reprlib.repr(cell)
                 raise RuntimeError(f"The prompts in {file} are no texts: row {number} is {shown}.")
-            letters += len(cell or "")
+            letters += len((cell or "").encode())  # which half of a sign in JSON has no bytes for
             if number >= MOST_ROWS or letters > MOST_TEXT:
                 raise ValueError(
                     f"it has more than {MOST_ROWS} rows or {MOST_TEXT} letters, so split it"
@@ -313,7 +313,10 @@ def _read_cells(file: Path, name: str) -> Iterator[Any]:
         return
     if suffix in (".json", ".xlsx", ".xls", ".ods", ".yaml", ".yml"):
         raise ValueError(f"{suffix} is not read, so save them as .txt, .csv, .jsonl or .parquet")
-    text = file.read_text(encoding="utf-8-sig")
+    with file.open(encoding="utf-8-sig") as stream:
+        text = stream.read(MOST_TEXT + 1)  # as a pipe or a device may have no end
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"it has more than {MOST_TEXT} letters, so split it")
     if suffix in (".csv", ".tsv"):
         table = csv.DictReader(io.StringIO(text, newline=""), delimiter=",\t"[suffix == ".tsv"])
         if name not in (table.fieldnames or ()):

@@ -8,7 +8,9 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -250,6 +252,7 @@ def test_without_ray_the_command_says_how_to_get_it(prompts, tmp_path, monkeypat
         ("prompts.jsonl", b"a red heart\n", "cannot be read"),
         ("prompts.jsonl", b"[" * 10**5, "cannot be read"),
         ("prompts.jsonl", b'{"prompt": ["a"]}', r"are no texts: row 0 is \['a'\]"),
+        ("prompts.jsonl", b'{"prompt": "a \\ud83d heart"}', "surrogates not allowed"),
         ("prompts.json", b'["a red heart"]', r"\.json is not read, so save them as \.txt"),
     ],
 )
@@ -292,6 +295,20 @@ def test_a_file_that_would_fill_the_memory_is_refused(tmp_path, monkeypatch):
     (tmp_path / "prompts.txt").write_text("a star\n" * 4)
     with pytest.raises(RuntimeError, match="more than 3 rows or 10000000 letters, so split it"):
         draw.read_prompts(tmp_path / "prompts.txt")
+
+
+def test_a_pipe_is_read_to_its_end_if_it_has_one(tmp_path, monkeypatch):
+    if not Path("/dev/zero").is_char_device():
+        pytest.skip("This system has no device without an end.")
+    monkeypatch.setattr(draw, "MOST_TEXT", 10**7)
+    with pytest.raises(RuntimeError, match="has more than 10000000 letters, so split it"):
+        draw.read_prompts(Path("/dev/zero"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=["a red heart\r\na blue star\n"])
+    writer.start()
+    assert [row["prompt"] for row in draw.read_prompts(pipe)] == ["a red heart", "a blue star"]
+    writer.join()
 
 
 def test_prompts_come_from_parquet_as_well(tmp_path):
