@@ -212,6 +212,16 @@ def test_a_name_that_is_no_repository_changes_nothing(clone):
     assert contents(clone) == before
 
 
+def test_a_copy_without_git_is_told_to_be_a_clone(clone):
+    before = contents(clone)
+    shutil.rmtree(clone / ".git")
+    result = run_set_repo(clone, "/".join(("somebody", "course")))
+    assert result.returncode == 1
+    assert result.stderr.startswith("Git does not say which files of ")
+    assert result.stderr.count("\n") == 1 and "clone the course by Git" in result.stderr
+    assert contents(clone) == before
+
+
 def test_a_check_changes_nothing_and_fails_where_another_repository_is_named(clone):
     name = "/".join(("A", "course"))
     before = contents(clone)

@@ -61,13 +61,26 @@ def site_address(repository: str) -> str:
 
 def read_tracked() -> dict[Path, str]:
     """Return the texts that git tracks, by their files, with their own ends of lines."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    try:
+        tracked = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
+        reason = "it tracks none of them"
+    except (OSError, subprocess.CalledProcessError) as error:  # there is no Git, or no repository
+        tracked = ""
+        reason = (getattr(error, "stderr", None) or str(error)).strip()
+    if not tracked:
+        sys.exit(
+            f"Git does not say which files of {ROOT} are the course's ({reason}): clone the course "
+            "by Git, and start the same there."
+        )
     texts = {}
     for name in filter(None, tracked.split("\0")):
+        file = ROOT / name
+        if not file.is_file() or file.is_symlink():  # removed, or another repository's
+            continue
         try:
-            texts[ROOT / name] = (ROOT / name).read_bytes().decode()
+            texts[file] = file.read_bytes().decode()
         except UnicodeDecodeError:  # a picture, or weights
             continue
     return texts
