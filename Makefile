@@ -74,7 +74,7 @@ test-runtimes: .venv/installed  ## execute chapters on other Pythons and package
 lab: .venv/installed  ## open the chapters in JupyterLab
 	@$(BIN)/jupyter lab notebooks
 
-docs: .venv/installed  ## build the site, and the same as an EPUB, from executed chapters, into build/site/html
+docs: .venv/installed  ## build the site, and the same as an EPUB and a PDF, from executed chapters, into build/site/html
 	@$(BIN)/python -m lab.site.build_site
 
 workshop: .venv/installed  ## write the student set and the instructor set, into build/workshop (ARGS='--language zh-CN')

@@ -14,6 +14,7 @@ from urllib.parse import urljoin, urlsplit
 from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx import addnodes
+from sphinx.environment.adapters.toctree import global_toctree_for_doc
 from sphinx.locale import _ as translate
 from sphinx.search.en import SearchEnglish
 
@@ -23,6 +24,7 @@ from lab.site.translations import chinese_of, place_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LANGUAGE = os.environ["COURSE_LANGUAGE"]
+BUILDER = os.environ["COURSE_BUILDER"]
 OTHER = TRANSLATION if LANGUAGE == "en" else "en"
 FOLDERS = {"en": "", TRANSLATION: f"{TRANSLATION}/"}  # of the site
 WORDS = {
@@ -140,6 +142,8 @@ html_js_files = [
     ("copy.js", {"defer": "defer"}),
     ("quiz.js", {"defer": "defer", "data-words": quiz_words}),
 ]
+if LANGUAGE == TRANSLATION:
+    html_js_files.append(("font.js", {"defer": "defer"}))
 # The page that GitHub shows for addresses where there is none, in both languages.
 html_additional_pages = {"404": "404.html"} if LANGUAGE == "en" else {}
 html_copy_source = False
@@ -158,6 +162,12 @@ html_theme_options = {
     "footer_end": ["theme-version"],
     "github_url": f"https://github.com/{REPOSITORY}" if PUBLISHED else "",
 }
+if BUILDER == "singlehtml":  # the pages as they are printed
+    html_theme = "epub"
+    html_theme_options = {"relbar1": False, "footer": False}
+    html_css_files = ["book.css"]
+    html_js_files = []
+    html_scaled_image_link = False
 # The same pages as a book.
 epub_title = html_title
 epub_author = epub_contributor = epub_publisher = author
@@ -167,7 +177,8 @@ epub_scheme = "URL"
 epub_uid = "course"
 epub_basename = "stable-diffusion-in-jax"
 epub_css_files = []
-epub_exclude_files = ["docs/progress.xhtml"]  # its table is of no use there
+NOT_IN_BOOK = "docs/progress"  # its table is of no use there
+epub_exclude_files = [f"{NOT_IN_BOOK}.xhtml"]
 epub_show_urls = "no"
 epub_tocdup = False
 epub_tocscope = "includehidden"  # the pages' lists of contents are hidden
@@ -238,6 +249,43 @@ def fit_into_book(app, doctree, docname):
                 link["refuri"] = urljoin(f"{html_baseurl}{docname}.html", address)
             else:
                 link.replace_self(link.children)
+
+
+def bind(app, doctree, docname):
+    """Lay the pages of the course one behind the other, for a PDF, each with ids of its own.
+
+    Sphinx lays them where the lists of contents are, as parts of sections, and leads links to
+    "#document-page#id".
+    """
+    pages = list(doctree.findall(addnodes.start_of_file))
+    for page in pages:
+        page.parent.remove(page)
+    fit_into_book(app, doctree, docname)
+    doctree.append(
+        global_toctree_for_doc(
+            app.env, docname, app.builder, tags=app.tags, collapse=False, titles_only=True
+        )
+    )
+    for page in pages:
+        name = page["docname"]
+        if name == NOT_IN_BOOK:
+            continue
+        fit_into_book(app, page, name)
+        for node in page.findall(nodes.Element):
+            node["ids"] = [f"document-{name}#{each}" for each in node.get("ids", [])]
+            if "refid" in node:
+                node["refid"] = f"document-{name}#{node['refid']}"
+        doctree.append(page)
+    for link in list(doctree.findall(nodes.reference)):
+        if link.get("refuri") == f"#document-{NOT_IN_BOOK}":
+            link.replace_self(link.children)
+    for link in list(doctree.findall(addnodes.download_reference)):
+        link.replace_self(link.children)
+
+
+def unfold(app, pagename, templatename, context, doctree):
+    """Let nothing be folded on paper."""
+    context["body"] = context["body"].replace("<details", "<details open")
 
 
 def still_pictures(app, text, docname):
@@ -368,6 +416,11 @@ def connect_builder(app):
     if app.builder.name == "epub":
         app.config.html_additional_pages = {}
         app.connect("doctree-resolved", fit_into_book)
+        return
+    if app.builder.name == "singlehtml":
+        app.config.html_additional_pages = {}
+        app.connect("doctree-resolved", bind)
+        app.connect("html-page-context", unfold)
         return
     # Before the theme looks which of its parts are empty.
     app.connect("html-page-context", add_chapter_links, priority=400)

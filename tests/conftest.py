@@ -25,12 +25,11 @@ from course import flux2, sd
 from course.sd.samplers import SAMPLERS, Sampler
 from helpers import packages
 from lab.site import workshop
+from lab.site.printing import CHROMIUM, NO_SANDBOX
 from tests.makers import small
 
 ROOT = Path(__file__).resolve().parents[1]
 collect_ignore = ["makers"]  # they need PyTorch
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, BROWSERS)), None)
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers inherit all of this
     # What the person who runs the tests has set would change what they test.
     for variable in list(os.environ):
@@ -209,11 +208,7 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("There is no Chromium here: apt-get install chromium")
     with sync_playwright() as playwright:
-        # Chromium's sandbox refuses root, which is who runs in a container.
-        root = hasattr(os, "geteuid") and os.geteuid() == 0
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox"] if root else []
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=NO_SANDBOX)
         yield browser
         browser.close()
 

@@ -214,7 +214,7 @@ def test_print_and_a_browser_without_scripts_have_still_pictures(open_page):
 
 @pytest.mark.parametrize("folder", LANGUAGES)
 def test_the_book_has_the_still_pictures(site, folder):
-    with zipfile.ZipFile(site / folder / build_site.BOOK) as book:
+    with zipfile.ZipFile(site / folder / f"{build_site.BOOK}.epub") as book:
         page = book.read("notebooks/15_from_noise.xhtml").decode()
     for name in ("line.webp", "plane.webp"):
         assert name in page

@@ -5,7 +5,9 @@ import re
 import shutil
 import sys
 import time
+import unicodedata
 import zipfile
+import zlib
 from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 from xml.etree import ElementTree
@@ -21,6 +23,7 @@ import helpers
 from course.tpu import records
 from lab.site import build_site, heads, quiz, set_repo, translations
 from lab.site.chapters import tags
+from lab.site.printing import CHROMIUM
 from lab.site.translations import LANGUAGE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -260,7 +263,7 @@ def test_a_chapter_has_its_launch_buttons_if_the_course_is_published(repository)
 @pytest.mark.parametrize(("folder", "chapters"), [("", CHAPTERS), (LANGUAGE, CHINESE_CHAPTERS)])
 def test_the_book_has_every_chapter_with_its_pictures(site, folder, chapters):
     """Readers of EPUB refuse pages that are no XML."""
-    with zipfile.ZipFile(site / folder / build_site.BOOK) as book:
+    with zipfile.ZipFile(site / folder / f"{build_site.BOOK}.epub") as book:
         files = {name: book.read(name) for name in book.namelist()}
     pictures = set()
     for name, content in files.items():
@@ -278,6 +281,42 @@ def test_the_book_has_every_chapter_with_its_pictures(site, folder, chapters):
     contents = ElementTree.fromstring(files["nav.xhtml"])
     linked = {urlsplit(tag.attrib["href"]).path for tag in contents.iter() if "href" in tag.attrib}
     assert {f"notebooks/{chapter.stem}.xhtml" for chapter in chapters} <= linked
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="There is no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize(("folder", "chapters"), [("", CHAPTERS), (LANGUAGE, CHINESE_CHAPTERS)])
+def test_the_printed_book_has_every_chapter_in_its_outline(site, folder, chapters):
+    """Titles and addresses stand in a PDF as they are, and in streams what its fonts can write."""
+    name = f"{build_site.BOOK}.pdf"
+    page = parse(site / folder / "docs" / "chapters.html")
+    assert page.select_one(f"a[href='../{name}']")
+    pdf = (site / folder / name).read_bytes()
+    assert len(re.findall(rb"/Type\s*/Page\b", pdf)) > 100
+    outline = []
+    for title in re.findall(rb"/Title\s*(<[0-9A-F]*>|\((?:\\.|[^\\)])*\))", pdf):
+        if title.startswith(b"<"):
+            outline.append(bytes.fromhex(title[1:-1].decode()).decode("utf-16"))
+        else:
+            outline.append(re.sub(rb"\\(.)", rb"\1", title[1:-1]).decode())
+    assert outline[0] == parse(site / folder / "index.html").h1.text.removesuffix("#")
+    # Where a title is broken into lines, Chromium loses a space, or says it twice.
+    closed = ["".join(text.split()) for text in outline]
+    for file in chapters:
+        title = parse(site / folder / "notebooks" / f"{file.stem}.html").h1.text
+        assert any("".join(title.removesuffix("#").split()) in text for text in closed), title
+    assert b"file:" not in pdf
+    if folder:
+        written = ""
+        for stream in re.findall(rb"stream\r?\n(.*?)endstream", pdf, re.DOTALL):
+            try:
+                text = zlib.decompress(stream)
+            except zlib.error:
+                continue
+            if b"beginbfchar" in text or b"beginbfrange" in text:
+                codes = re.findall(rb"<([0-9A-F]{4})>\s", text)
+                written += "".join(chr(int(code, 16)) for code in codes)
+        # Some signs are written as the radicals that look like them.
+        assert set("章设备图像提示词练习答案") <= set(unicodedata.normalize("NFKC", written))
 
 
 def test_it_names_no_machine(site):
@@ -403,7 +442,7 @@ def test_two_builds_give_the_same(site, executed_again, without_network, tmp_pat
     for file in sorted(files):
         if file.suffix == ".html":
             assert pages[site / file] == pages[again / file], file
-        elif file.suffix != ".epub":  # which has the times within it
+        elif file.suffix not in (".epub", ".pdf"):  # which have times within them
             assert (site / file).read_bytes() == (again / file).read_bytes(), file
 
 

@@ -1,6 +1,7 @@
 """The site and JupyterLab as people see them: in Chromium, which .ci/run installs."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -20,6 +21,7 @@ from diffusers import FlaxStableDiffusionPipeline
 from playwright.sync_api import expect
 
 import helpers
+from lab.site.printing import CHROMIUM, NO_SANDBOX
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {
@@ -189,18 +191,31 @@ def test_the_language_can_be_switched_on_every_page(open_page, size):
     assert page.url.endswith("/notebooks/03_replicate_shard.html")
 
 
-def test_chinese_has_a_font(open_page):
-    """Without one, all signs look alike: the box that says that there is none."""
-    page = open_page("zh-CN/index")
-    drawn = page.evaluate("""() => ["设", "备"].map((sign) => {
-      const canvas = Object.assign(document.createElement("canvas"), {width: 40, height: 40});
-      const context = canvas.getContext("2d");
-      context.font = `30px ${getComputedStyle(document.body).fontFamily}`;
-      context.fillText(sign, 5, 32);
-      return context.getImageData(0, 0, 40, 40).data.join();
-    })""")
-    if drawn[0] == drawn[1]:
+NO_CHINESE = """<?xml version="1.0"?>
+<fontconfig>
+  <include>/etc/fonts/fonts.conf</include>
+  <selectfont><rejectfont><glob>*CJK*</glob></rejectfont></selectfont>
+</fontconfig>
+"""
+
+
+def test_chinese_pages_say_where_there_is_no_font_for_them(
+    open_page, browser, address, screenshots, tmp_path
+):
+    if open_page("zh-CN/index").locator(".no-font").count():
         pytest.skip("There is no Chinese font here: apt-get install fonts-noto-cjk")
+    fonts = tmp_path / "fonts.conf"
+    fonts.write_text(NO_CHINESE)
+    bare = browser.browser_type.launch(
+        executable_path=CHROMIUM, args=NO_SANDBOX, env=os.environ | {"FONTCONFIG_FILE": str(fonts)}
+    )
+    page = bare.new_page()
+    page.goto(f"{address}/zh-CN/notebooks/03_replicate_shard.html")
+    expect(page.locator("article .no-font")).to_contain_text("apt-get install fonts-noto-cjk")
+    page.screenshot(path=screenshots / "zh-CN-without-a-font.png")
+    page.get_by_role("link", name="English").click()
+    expect(page.locator(".no-font")).to_have_count(0)
+    bare.close()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

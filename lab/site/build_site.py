@@ -6,7 +6,8 @@ outputs of their copies in ``build/notebooks``, which ``make run`` or the tests 
 those that nobody has executed, or that changed since, are executed now. A network is needed the
 first time, for the page that draws.
 
-Sphinx then writes the same pages as a book, an EPUB, which the page on the chapters links to.
+Sphinx then writes the same pages as a book, which the page on the chapters links to: as an EPUB,
+and, where there is a Chromium, in one page that is printed as a PDF.
 
 The Chinese pages are a second project, in ``build/site/source/zh-CN``. A cell of theirs has the
 outputs of the English chapter's cell, as long as both have the same code.
@@ -28,7 +29,7 @@ import nbformat
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from course.tpu import records
-from lab.site import browser_demo, heads, quiz
+from lab.site import browser_demo, heads, printing, quiz
 from lab.site.chapters import CHAPTERS, EXECUTED, find_problem, tags
 from lab.site.lock import PYTHONS, locked_versions, named_packages
 from lab.site.parts import part_of_page
@@ -58,10 +59,10 @@ FOLDED = {
         "solution": "答案",
     },
 }
-BOOK = "stable-diffusion-in-jax.epub"  # by the pages of each language; docs/conf.py calls it so
+BOOK = "stable-diffusion-in-jax"  # by the pages of each language; docs/conf.py calls it so
 BOOK_LINK = {
-    "en": "To read without a network, take the whole course as a book: {}.",
-    LANGUAGE: "想离线阅读，可以把整套课程下载成一本电子书：{}。",
+    "en": ("To read without a network, take the whole course as a book: {}.", " or "),
+    LANGUAGE: ("想离线阅读，可以把整套课程下载成一本电子书：{}。", " 或 "),
 }
 
 
@@ -269,8 +270,10 @@ def progress_table(language: str) -> str:
 
 def book_link(language: str) -> str:
     """A sentence with a link to the book, for a page in docs/."""
-    link = f'<a href="../{BOOK}" download>EPUB</a>'
-    return raw_html(f"<p>{BOOK_LINK[language].format(link)}</p>")
+    sentence, between = BOOK_LINK[language]
+    kinds = ["epub", "pdf"] if printing.CHROMIUM else ["epub"]
+    links = [f'<a href="../{BOOK}.{kind}" download>{kind.upper()}</a>' for kind in kinds]
+    return raw_html(f"<p>{sentence.format(between.join(links))}</p>")
 
 
 def chapters_table(language: str) -> str:
@@ -352,9 +355,14 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
             target = to / "source" / language / picture.parent.name
             target.mkdir(exist_ok=True)
             shutil.copy(picture, target)
+    targets = {"en": html["en"], LANGUAGE: html["en"] / LANGUAGE}
     for language, folder in run_sphinx(to, "epub").items():
-        target = html["en"] if language == "en" else html["en"] / language
-        shutil.copy(folder / BOOK, target)
+        shutil.copy(folder / f"{BOOK}.epub", targets[language])
+    if printing.CHROMIUM:
+        for language, folder in run_sphinx(to, "singlehtml").items():
+            printing.print_page(folder / "index.html", targets[language] / f"{BOOK}.pdf")
+    else:
+        print("There is no Chromium here, so the course is not printed as a PDF.")
     repository = stamped_repository()
     if repository != PLACEHOLDER:  # a sitemap has whole addresses
         text = heads.sitemap(html["en"], site_address(repository))
@@ -365,8 +373,8 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
 def run_sphinx(to: Path, builder: str = "html") -> dict[str, Path]:
     """Build the pages of both languages at the same time; gives a folder for each.
 
-    Neither is built within the other, because MyST-NB leaves a folder beside its pages. The builder
-    "epub" makes a book of what "html" has read.
+    Neither is built within the other, because MyST-NB leaves a folder beside its pages. The
+    builders "epub" and "singlehtml" make a book of what "html" has read.
     """
     folders = {"en": to / builder, LANGUAGE: to / LANGUAGE / builder}
     processes = []
@@ -376,7 +384,7 @@ def run_sphinx(to: Path, builder: str = "html") -> dict[str, Path]:
         command += ["--fresh-env"] if builder == "html" else []
         command += ["-c", "docs", "-d", to / "doctrees" / language]
         command += [to / "source" / language, folder]
-        settings = {"COURSE_LANGUAGE": language, "PYTHONHASHSEED": "0"}
+        settings = {"COURSE_LANGUAGE": language, "COURSE_BUILDER": builder, "PYTHONHASHSEED": "0"}
         processes.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | settings))
     statuses = [process.wait() for process in processes]
     if any(statuses):
