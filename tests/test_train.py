@@ -525,7 +525,7 @@ def made_up_examples() -> dict[str, jax.Array]:
         "noise": clean * jnp.e,
         "here": here,
         "there": clean * jnp.exp(until)[:, None, None],
-        "velocity": here,
+        "teach": lambda x, times, rows=few_steps.ALL: x,
         "times": times,
         "until": until,
         "is_own": jnp.zeros(8, bool),
@@ -554,6 +554,72 @@ def test_the_losses_of_flow_maps_are_0_for_the_exact_average_velocity(monkeypatc
     monkeypatch.setattr(flow, "predict", lambda p, config, x, *_: x)  # the velocity itself
     for loss in losses:
         assert float(loss({"transformer": {}}, batch, FLOW_CONFIG)) > 1, loss
+
+
+def test_a_shortcut_learns_two_steps_of_the_teacher_and_its_own_two_halves(monkeypatch):
+    """The teacher's velocity is x, so each of its steps of 1/8 leaves 7/8 of x."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    path = jax.random.normal(keys[0], (8, 5, 16, 16))
+    asked = []
+
+    def teach(x, times, rows):
+        asked.append(list(rows))
+        return x
+
+    batch = {
+        "noise": path[:, 0],
+        "new_noise": jax.random.normal(keys[1], (8, 16, 16)),
+        "path": path,
+        "teach": teach,
+        "is_own": jnp.arange(8) % 2 == 0,
+        "reference": jax.random.normal(keys[2], (2, 16, 16)),
+        "ids": jnp.zeros((8, 20), jnp.int32),
+        "mask": jnp.ones((8, 20), bool),
+    }
+    seen = []
+
+    def predict(p, config, x, text, times, reference, until):
+        rows = text[:, 0, 0]
+        np.testing.assert_array_equal(reference, batch["reference"][rows[rows >= 6] - 6])
+        seen.append((x, times, until))
+        way = times - until
+        return ((1 - 0.875 ** (8 * way)) / way)[:, None, None] * x
+
+    monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.arange(8)[:, None, None])
+    monkeypatch.setattr(flow, "predict", predict)
+    loss = few_steps.shortcut_loss({"transformer": {}}, batch, FLOW_CONFIG)
+    assert float(loss) == pytest.approx(0, abs=1e-4)
+    start, times, until = seen[-1]
+    np.testing.assert_array_equal(np.stack([times, until], axis=1), few_steps.JUMPS)
+    arrived = batch["new_noise"] * (0.875 ** (8 * (1 - times)))[:, None, None]
+    own = batch["is_own"][:, None, None]
+    expected = jnp.where(own, arrived, few_steps.on_path(path, times))
+    np.testing.assert_allclose(start, expected, atol=1e-5)
+    assert asked == [[3, 4, 5, 6]] * 2
+
+    monkeypatch.setattr(flow, "predict", lambda p, config, x, *_: x)  # as if a jump were short
+    assert float(few_steps.shortcut_loss({"transformer": {}}, batch, FLOW_CONFIG)) > 1
+
+
+def test_new_noise_is_only_for_captions_that_can_lead_to_no_held_out_combination():
+    recipe = replace(FEW, batch=64, edits=8)
+    captions = jnp.int32([0, 3999, 9, 1234])  # full, empty, without a background, full
+    named = [data.attributes_of(int(number)) for number in captions]
+    is_full = [None not in attributes.values() for attributes in named]
+    assert is_full == [True, False, False, True]
+    arrays = {
+        "drawn": jax.random.normal(jax.random.key(0), (4, 5, 16, 16)),
+        "drawn_captions": captions,
+        "edited": jax.random.normal(jax.random.key(1), (2, 5, 16, 16)),
+        "edited_captions": captions[1:3],
+        "before": jnp.zeros((2, 16, 16)),
+        "ids": jnp.arange(4000),
+        "mask": jnp.arange(4000),
+    }
+    batch = few_steps.random_batch(jax.random.key(2), arrays, recipe, FLOW_CONFIG)
+    is_new = (batch["new_noise"] != batch["noise"]).any(axis=(1, 2))
+    expected = np.isin(batch["ids"], captions[np.array(is_full)]) | (np.arange(64) >= 56)
+    np.testing.assert_array_equal(is_new, expected)
 
 
 def test_reflow_learns_the_line_between_the_ends_of_a_path(monkeypatch):

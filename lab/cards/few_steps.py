@@ -89,13 +89,14 @@ def in_each(counts: dict[str, int]) -> str:
 
 def scores_of_students() -> list[str]:
     """Return a table of all students, by the captions that are judged at the end."""
-    lines = table_head("way", "starts from", "steps", "CPU-minutes", "drawn", "edited")
+    lines = table_head("way", "starts from", "steps", "batch", "CPU-minutes", "drawn", "edited")
     for row in read_record(STUDENTS):
         asked, answer = row["question"], row["answer"]
         start = "its teacher" if asked["earlier"] == asked["teacher"] else "a student"
-        steps = f"{answer['judged'][-1]['step']:,} of {asked['batch']} pairs"
+        steps = f"{answer['judged'][-1]['step']:,}"
         counts = (in_each(answer["final"][kind]) for kind in ("drawn", "edited"))
-        lines.append(table_row(asked["way"], start, steps, answer["cpu_minutes"], *counts))
+        run = asked["way"], start, steps, asked["batch"], answer["cpu_minutes"]
+        lines.append(table_row(*run, *counts))
     return lines
 
 

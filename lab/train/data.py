@@ -55,6 +55,13 @@ def caption_number(attributes: jax.Array, named: jax.Array) -> jax.Array:
     )
 
 
+def is_full(numbers: jax.Array) -> jax.Array:
+    """Return of captions whether they name every attribute."""
+    indices = jnp.unravel_index(numbers, COUNTS)
+    pairs = zip(indices, COUNTS, strict=True)
+    return jnp.stack([index < count - 1 for index, count in pairs]).all(axis=0)
+
+
 def random_captions(key: jax.Array, attributes: jax.Array, full: float) -> jax.Array:
     """Draw what captions name of scenes: all, some or no attributes.
 

@@ -1,7 +1,7 @@
 """Train a student of the small FLUX.2 that draws in one, two or four runs of its transformer.
 
 The teacher draws and edits scenes with guidance, in small steps, and its paths are kept, from the
-noise to the image. From them a student learns in one of three ways:
+noise to the image. From them a student learns in one of four ways:
 
 - ``reflow`` (Liu et al., 2022): by the loss of flow matching, with noise and image of one path as
   a pair. The lines of such pairs hardly cross, so a long step goes right.
@@ -9,6 +9,9 @@ noise to the image. From them a student learns in one of three ways:
   the average velocity between two points of a path.
 - ``meanflow`` (Geng et al., 2025): a flow map, too. It learns the average velocity from the
   teacher's velocity at one point, and from its own derivative in that direction.
+- ``shortcut`` (Frans et al., 2024; Salimans and Ho, 2022): a flow map, too. A short jump learns
+  from the teacher's steps, and a longer one from its own jumps of half the length. So it needs no
+  path, and can learn from new noise in every step of the training.
 
 Guidance is in the paths, so the student needs none, and a step is a single run. Settings are chosen
 by ``other_captions``, which are judged on the way, and not by those that are judged at the end.
@@ -46,6 +49,9 @@ RUNS = (1, 2, 4)  # which are judged
 OTHER_FIRST_KEY = 1000  # of the noise in which settings are judged
 HUBER = 0.25  # the error of an example, in all its numbers, beyond which the loss is linear
 LEAST_WAY = 0.05  # from a time to the next, for a flow map
+# From when to when the examples of ``shortcut`` go, in turn.
+JUMPS = ((1, 0), (1, 0.5), (0.5, 0), (1, 0.75), (0.75, 0.5), (0.5, 0.25), (0.25, 0), (1, 0))
+ALL = slice(None)  # rows of a batch
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,9 @@ class Recipe(loop.Recipe):
     to_data : float
         For a flow map, the share of examples that go to the data, at the time 0.
     own : float
-        For ``reflow`` and ``regression``, the share of pairs whose second step starts where the
-        student itself arrives by the first, and not on the line or the path. There it will be when
-        it draws (Yin et al., 2024, call that backward simulation).
+        The share of examples that start where the student itself arrives from the noise, and not
+        on the line or the path. There it will be when it draws (Yin et al., 2024, call that
+        backward simulation). ``meanflow`` has none.
     at_noise, nowhere : float
         For ``meanflow``, the shares of examples that start at the noise, at the time 1, and of
         those that go nowhere: their average velocity is the velocity itself.
@@ -299,14 +305,24 @@ def random_times(key: jax.Array, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
     return times, until
 
 
+def references(batch: dict, rows: slice | np.ndarray) -> jax.Array:
+    """Return the tokens of the scenes to edit in some rows of a batch, in rising order."""
+    count = len(batch["noise"])
+    draws = count - len(batch["reference"])
+    rows = np.arange(count)[rows]
+    return batch["reference"][rows[rows >= draws] - draws]
+
+
 def random_batch(
     key: jax.Array, arrays: dict[str, jax.Array], recipe: Recipe, config: flux2.Config
 ) -> dict[str, jax.Array]:
     """Draw paths of drawings, and behind them of edits, with two times for each.
 
-    ``config`` is the teacher's. The teacher is asked for its velocity if it is in ``arrays``.
+    ``config`` is the teacher's. If the teacher is in ``arrays``, the batch has ``teach``, a
+    function by which it can be asked for its velocity. ``new_noise`` is that of the path where the
+    caption leaves something out: for other noise the teacher might draw a held-out combination.
     """
-    keys = jax.random.split(key, 4)
+    keys = jax.random.split(key, 5)
     draws = recipe.batch - recipe.edits
     rows = jax.random.randint(keys[0], (draws,), 0, len(arrays["drawn"]))
     edits = jax.random.randint(keys[1], (recipe.edits,), 0, len(arrays["edited"]))
@@ -315,9 +331,13 @@ def random_batch(
     times, until = random_times(keys[2], recipe)
     is_own = jax.random.uniform(keys[3], times.shape) < recipe.own
     until = jnp.where(is_own, 0, until)
+    noise = jax.random.normal(keys[4], paths[:, 0].shape)
+    is_sure = data.is_full(captions) | (jnp.arange(recipe.batch) >= draws)
     batch = {
         "noise": paths[:, 0],
+        "new_noise": jnp.where(is_sure[:, None, None], noise, paths[:, 0]),
         "clean": paths[:, -1],
+        "path": paths,
         "here": on_path(paths, times),
         "there": on_path(paths, until),
         "times": times,
@@ -331,9 +351,12 @@ def random_batch(
         teacher = arrays["teacher"]
         text = flux2.encode_prompts(teacher, config, batch["ids"], batch["mask"])
         empty = flux2.encode_prompts(teacher, config, arrays["ids"][-1:], arrays["mask"][-1:])
-        batch["velocity"] = guided_velocity(
-            teacher, config, batch["here"], text, empty, times, batch["reference"]
-        )
+
+        def teach(x: jax.Array, times: jax.Array, rows: slice | np.ndarray = ALL) -> jax.Array:
+            reference = references(batch, rows)
+            return guided_velocity(teacher, config, x, text[rows], empty, times, reference)
+
+        batch["teach"] = teach
     return batch
 
 
@@ -353,14 +376,19 @@ def huber(error: jax.Array) -> jax.Array:
 def student_velocity(params: dict, batch: dict, config: flux2.Config) -> Callable[..., jax.Array]:
     """Return the student's velocity for a batch.
 
-    It is a function of tokens, of times and, for a flow map, of the times to go to.
+    It is a function of tokens, of times, for a flow map of the times to go to, and of the rows of
+    the batch that these are for.
     """
     text = flux2.encode_prompts(params, config, batch["ids"], batch["mask"])
 
-    def predict(x: jax.Array, times: jax.Array, until: jax.Array | None = None) -> jax.Array:
-        return flow.predict(
-            params["transformer"], config, x, text, times, batch["reference"], until
-        )
+    def predict(
+        x: jax.Array,
+        times: jax.Array,
+        until: jax.Array | None = None,
+        rows: slice | np.ndarray = ALL,
+    ) -> jax.Array:
+        reference = references(batch, rows)
+        return flow.predict(params["transformer"], config, x, text[rows], times, reference, until)
 
     return predict
 
@@ -419,10 +447,57 @@ def meanflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     predict = student_velocity(params, batch, config)
     fixed = student_velocity(jax.lax.stop_gradient(params), batch, config)
     here, times, until = batch["here"], batch["times"], batch["until"]
-    direction = batch["velocity"], jnp.ones_like(times)
+    velocity = batch["teach"](here, times)
+    direction = velocity, jnp.ones_like(times)
     _, change = jax.jvp(lambda x, t: fixed(x, t, until), (here, times), direction)
-    target = batch["velocity"] - (times - until)[:, None, None] * change
+    target = velocity - (times - until)[:, None, None] * change
     return huber(predict(here, times, until) - target)
+
+
+def shortcut_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
+    """Return the loss of the average velocity of jumps, each against two steps of half its length.
+
+    A quarter learns from two steps of the teacher, a half or a whole from the student's own jumps.
+    No gradient goes through where a jump starts, nor through what it learns from.
+    """
+    predict = student_velocity(params, batch, config)
+    fixed = student_velocity(jax.lax.stop_gradient(params), batch, config)
+    kinds = np.arange(len(batch["noise"])) % len(JUMPS)
+    times, until = np.float32(JUMPS)[kinds].T
+    middle = (times + until) / 2
+    is_quarter = times - until == 0.25
+
+    def ask_teacher(
+        x: jax.Array, times: jax.Array, until: jax.Array, rows: np.ndarray
+    ) -> jax.Array:
+        return batch["teach"](x, times, rows)
+
+    def move(
+        x: jax.Array,
+        rows: np.ndarray,
+        start: np.ndarray,
+        end: np.ndarray,
+        velocity: Callable[..., jax.Array] = fixed,
+    ) -> jax.Array:
+        """Move some rows, from their times of start to their times of end."""
+        start, end = jnp.asarray(start[rows]), jnp.asarray(end[rows])
+        way = (end - start)[:, None, None]
+        return x.at[rows].add(way * velocity(x[rows], start, end, rows))
+
+    # To the last quarter there are two jumps, to other later starts one.
+    first = np.maximum(times, 0.5)
+    x = move(batch["new_noise"], np.flatnonzero(times < 1), np.ones_like(times), first)
+    x = move(x, np.flatnonzero(times < first), first, times)
+    path = on_path(batch["path"], jnp.asarray(times))
+    start = jax.lax.stop_gradient(jnp.where(batch["is_own"][:, None, None], x, path))
+
+    quarters, longer = np.flatnonzero(is_quarter), np.flatnonzero(~is_quarter)
+    end = start
+    for now, then in ((times, middle), (middle, until)):
+        end = move(end, quarters, now, then, ask_teacher)
+        end = move(end, longer, now, then)
+    target = jax.lax.stop_gradient((start - end) / jnp.asarray(times - until)[:, None, None])
+    return huber(predict(start, jnp.asarray(times), jnp.asarray(until)) - target)
 
 
 class Way(NamedTuple):
@@ -448,6 +523,12 @@ WAYS = {
     "regression": Way(regression_loss, RECIPE, is_map=True),
     "meanflow": Way(
         meanflow_loss, replace(RECIPE, own=0.0, at_noise=0.5, nowhere=0.5), is_map=True, asks=True
+    ),
+    "shortcut": Way(
+        shortcut_loss,
+        replace(RECIPE, steps=620, cooldown=400, peak=1e-3, warmup=20),
+        is_map=True,
+        asks=True,
     ),
 }
 
