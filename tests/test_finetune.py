@@ -36,6 +36,7 @@ from course.sd import lora, words
 from course.shapes import judge, scenes
 from helpers import bundled_checkpoint, read_record
 from lab.score import finetune as scores
+from tests.makers.files import edit_json
 
 SOURCE = Path(bundled_checkpoint("shapes-sd").source)
 SHIPPED = SOURCE.parent / "taught" / "bowtie.safetensors"
@@ -294,6 +295,15 @@ def test_what_a_model_has_not_is_refused(
     assert main([str(argument) for argument in given]) == 1
     said = capsys.readouterr().err
     assert sentence in said and said.count("\n") == 1
+
+
+def test_a_flow_map_is_refused(flux2_folder, folders, tmp_path, capsys):
+    model = shutil.copytree(flux2_folder, tmp_path / "model")
+    edit_json(model / "transformer" / "config.json", lambda old: old | {"guidance_embeds": True})
+    given = [folders / "new", tmp_path / "lora.safetensors", "--model", model]
+    assert main([str(argument) for argument in given]) == 1
+    said = capsys.readouterr().err
+    assert "is a flow map, whose steps know where they go to" in said and said.count("\n") == 1
 
 
 def test_pairs_are_those_of_one_name_in_the_order_of_the_captions(tmp_path):

@@ -142,9 +142,12 @@ def test_a_flow_map_adds_the_embedded_time_that_it_goes_to(model, flow_map):
     def embed(*times):
         return transformer.embed_time(params["transformer"], config.transformer, *times)
 
-    np.testing.assert_allclose(embed(now, then), embed(now) + embed(then), atol=1e-6)
-    assert farthest(embed(now, then), embed(now, now)) > 1e-3
+    with pytest.raises(ValueError, match="This transformer is a flow map, and has to be told"):
+        embed(now)
+    both = embed(now, then)
+    assert farthest(both, embed(now, now)) > 1e-3
     params, config, _ = model
+    np.testing.assert_allclose(both, embed(now) + embed(then), atol=1e-6)
     with pytest.raises(ValueError, match="This transformer is no flow map"):
         embed(now, then)
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 from course import flux2
+from course.flux2.transformer import SECOND_TIME, TIME
 from course.tpu.exchange import bisection_seconds, least_seconds, received_share
 from course.tpu.records import Exchange, recorded_splits
 from helpers import find_data
@@ -56,6 +58,25 @@ def on_one_device(small):
 def test_tokens_split_over_devices_draw_the_same(small, on_one_device, way, shape, images):
     drawn = draw(small, flux2.split_tokens(make_mesh(**shape), way, images=images))
     np.testing.assert_allclose(drawn, on_one_device, atol=0.1)
+
+
+@pytest.mark.parametrize("way", ["tokens", "heads", "partitioner"])
+def test_split_over_devices_a_flow_map_is_told_where_a_step_goes(small, way):
+    params, config, prompts, noise, empty = small
+    config = replace(config, transformer=replace(config.transformer, guidance_embeds=True))
+    p = params["transformer"]
+    for name in [name for name in p if name.startswith(TIME)]:
+        p = p | {name.replace(TIME, SECOND_TIME): p[name]}
+    flow_map = params | {"transformer": p}, config, prompts, noise, empty
+    expected = draw(flow_map)
+    if way == "heads":
+        p = flux2.sort_columns(p, config.transformer, 2)
+        flow_map = params | {"transformer": p}, *flow_map[1:]
+        velocity = flux2.split_heads(make_mesh(model=2))
+    else:
+        split = {"tokens": flux2.split_tokens, "partitioner": flux2.keep_tokens}[way]
+        velocity = split(make_mesh(tokens=2), tokens="tokens")
+    np.testing.assert_allclose(draw(flow_map, velocity), expected, atol=0.1)
 
 
 def test_ulysses_needs_whole_heads(small):

@@ -148,6 +148,11 @@ def check_model(options: argparse.Namespace, config: Config, recipe: Recipe) -> 
             f"{options.model} is FLUX.2, whose text encoder is not trained: leave out --word and "
             "--like, and write a rare word into the captions."
         )
+    if not is_sd and config.transformer.guidance_embeds:
+        raise ValueError(
+            f"{options.model} is a flow map, whose steps know where they go to, and fine-tuning "
+            "teaches no such steps: give its teacher by --model, such as shapes-flux2."
+        )
     if not is_sd and recipe.attention != "automatic":
         raise ValueError(
             f"--attention {recipe.attention} is for Stable Diffusion, and {options.model} is "

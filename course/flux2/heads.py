@@ -51,6 +51,7 @@ def split_heads(mesh: Mesh, images: str | None = None) -> Callable:
         time: jax.Array,
         image_positions: np.ndarray,
         text_positions: np.ndarray,
+        until: jax.Array | None = None,
     ) -> jax.Array:
         check_whole_heads(config.num_attention_heads, devices, "Tensor parallelism")
         # A device has blocks as a narrower model has them, but for what goes in and comes out.
@@ -60,8 +61,16 @@ def split_heads(mesh: Mesh, images: str | None = None) -> Callable:
         def add_up(x: jax.Array) -> jax.Array:
             return jax.lax.psum(x, "model")
 
-        def share(p: dict, image: jax.Array, text: jax.Array, time: jax.Array) -> jax.Array:
-            return transformer.predict(p, own, image, text, time, rotation, add_up=add_up)
+        def share(
+            p: dict,
+            image: jax.Array,
+            text: jax.Array,
+            time: jax.Array,
+            until: jax.Array | None,
+        ) -> jax.Array:
+            return transformer.predict(
+                p, own, image, text, time, rotation, add_up=add_up, until=until
+            )
 
         declared = {"transformer": transformer_parameters(config)}
         places = declared_shardings(declared, mesh, TENSOR_PARALLEL)["transformer"]
@@ -69,11 +78,11 @@ def split_heads(mesh: Mesh, images: str | None = None) -> Callable:
         run = jax.shard_map(
             share,
             mesh=mesh,
-            in_specs=({name: place.spec for name, place in places.items()}, batch, batch, batch),
+            in_specs=({name: place.spec for name, place in places.items()}, *[batch] * 4),
             out_specs=batch,
             check_vma=False,
         )
-        return run(p, image, text, time)
+        return run(p, image, text, time, until)
 
     return velocity
 

@@ -54,6 +54,7 @@ def split_tokens(
         time: jax.Array,
         image_positions: np.ndarray,
         text_positions: np.ndarray,
+        until: jax.Array | None = None,
     ) -> jax.Array:
         length = image.shape[1]
         is_padded = length % devices or text.shape[1] % devices
@@ -62,7 +63,7 @@ def split_tokens(
             p: dict,
             image: jax.Array,
             text: jax.Array,
-            time: jax.Array,
+            times: tuple[jax.Array, jax.Array | None],
             image_places: tuple,
             text_places: tuple,
         ) -> jax.Array:
@@ -72,7 +73,8 @@ def split_tokens(
             attend = functools.partial(
                 attention, axis=tokens, is_real=is_real if is_padded else None
             )
-            return transformer.predict(p, config, image, text, time, rotation, attend)
+            time, until = times
+            return transformer.predict(p, config, image, text, time, rotation, attend, until=until)
 
         along, whole = P(images, tokens), P(tokens)
         run = jax.shard_map(
@@ -86,7 +88,7 @@ def split_tokens(
             p,
             pad_to_multiple(image, devices, axis=1),
             pad_to_multiple(text, devices, axis=1),
-            time,
+            (time, until),
             places_of(image_positions, config, devices),
             places_of(text_positions, config, devices),
         )
@@ -113,10 +115,15 @@ def keep_tokens(mesh: Mesh, tokens: str | None = None, images: str | None = None
     where = NamedSharding(mesh, P(images, tokens))
 
     def velocity(
-        p: dict, config: TransformerConfig, image: jax.Array, text: jax.Array, *others: jax.Array
+        p: dict,
+        config: TransformerConfig,
+        image: jax.Array,
+        text: jax.Array,
+        *others: jax.Array,
+        **second: jax.Array,
     ) -> jax.Array:
         image, text = jax.lax.with_sharding_constraint((image, text), where)
-        moved = transformer.velocity(p, config, image, text, *others)
+        moved = transformer.velocity(p, config, image, text, *others, **second)
         return jax.lax.with_sharding_constraint(moved, where)
 
     return velocity

@@ -291,14 +291,19 @@ def embed_time(
     p: dict, config: TransformerConfig, time: jax.Array, until: jax.Array | None = None
 ) -> jax.Array:
     """Embed the time, and for a flow map add the embedded time that it goes to: (batch, width)."""
-    if until is None:
-        return embed_number(p, TIME, config, time)
-    if not config.guidance_embeds:
-        raise ValueError(
-            "This transformer is no flow map, and has no embedder for the time that a step goes "
-            "to: leave `until` out."
-        )
     first = embed_number(p, TIME, config, time)
+    if not config.guidance_embeds:
+        if until is not None:
+            raise ValueError(
+                "This transformer is no flow map, and has no embedder for the time that a step "
+                "goes to: leave `until` out."
+            )
+        return first
+    if until is None:
+        raise ValueError(
+            "This transformer is a flow map, and has to be told the time that a step goes to: "
+            "give `until`."
+        )
     return first + embed_number(p, SECOND_TIME, config, until)
 
 

@@ -190,9 +190,10 @@ async function draw({ caption, seed, steps, scene }) {
   let x = noise(seed);
   for (let step = 0; step < steps; step++) {
     const tokens = numbers(x, settings.shape);
-    const time = numbers([times[step]], [1]);
+    // Where the step starts, and where it goes to. Only a flow map has an input for the second.
+    const way = [numbers([times[step]], [1]), numbers([times[step + 1]], [1])];
     const { data: velocity } = scene
-      ? await run("editor", tokens, reference, text, time) : await run("drawer", tokens, text, time);
+      ? await run("editor", tokens, reference, text, ...way) : await run("drawer", tokens, text, ...way);
     x = x.map((value, k) => value + (times[step + 1] - times[step]) * velocity[k]);
   }
   return (await run("decoder", numbers(x, settings.shape))).data;

@@ -78,34 +78,46 @@ def main() -> None:
         """An image (1, height, width, 3) of tokens (1, tokens, channels)."""
         return flux2.decode(params["vae"], config.vae, tokens, side, side)
 
-    def velocity(tokens, text, time, places):
+    def velocity(tokens, text, times, places):
         transformer = params["transformer"]
         text_places = flux2.text_positions(text.shape[1])
+        now, *until = times
         moved = flux2.velocity(
-            transformer, config.transformer, tokens, text, time, places, text_places
+            transformer,
+            config.transformer,
+            tokens,
+            text,
+            now,
+            places,
+            text_places,
+            until=until[0] if until else None,
         )
         return moved[:, : len(own)]
 
-    def drawer(tokens, text, time):
-        """The velocity of an image's tokens (1, tokens, channels); time is (1,)."""
-        return velocity(tokens, text, time, own)
+    def drawer(tokens, text, *times):
+        """The velocity of an image's tokens (1, tokens, channels).
 
-    def editor(tokens, reference, text, time):
+        Times are (1,): that of now, and for a flow map that which the step goes to.
+        """
+        return velocity(tokens, text, times, own)
+
+    def editor(tokens, reference, text, *times):
         """The same, where tokens of another image are seen, too."""
         both = jnp.concatenate([tokens, reference], axis=1)
-        return velocity(both, text, time, with_reference)
+        return velocity(both, text, times, with_reference)
 
     ids, mask = tokenize([""])
     image = jax.ShapeDtypeStruct((1, side, side, 3), jnp.float32)
     time = jax.ShapeDtypeStruct((1,), jnp.float32)
     tokens = jax.eval_shape(encoder, image)
     text = jax.eval_shape(text_encoder, ids, mask)
+    times = [time, time] if config.transformer.guidance_embeds else [time]
     inputs = {
         text_encoder: [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (ids, mask)],
         encoder: [image],
         decoder: [tokens],
-        drawer: [tokens, text, time],
-        editor: [tokens, tokens, text, time],
+        drawer: [tokens, text, *times],
+        editor: [tokens, tokens, text, *times],
     }
     models = {}
     for function, shapes in inputs.items():
