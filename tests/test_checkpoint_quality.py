@@ -21,7 +21,7 @@ from lab.cards import flux2 as cards
 from lab.record import find_left
 from lab.score import few_steps as few_scores
 from lab.score import flux2 as scores
-from lab.train import tokenizers
+from lab.train import few_steps, tokenizers
 
 ASKED = scenes.held_out_captions(32)
 CAPTIONS = [scenes.caption(**named) for named in ASKED]
@@ -70,7 +70,7 @@ def test_the_record_and_the_card_are_of_the_bundled_checkpoint(record, questions
 def test_the_chinese_card_has_the_same_scores_and_no_english_words(card):
     tables = card.chinese_tables()
     assert tables in card.CHINESE_CARD.read_text()
-    names = {"CPU", "DDIM", "UNet", "reflow", "sd", "shapes", "shift"}
+    names = {"CPU", "DDIM", "UNet", "sd", "shapes", "shift", *few_steps.WAYS}
     assert set(re.findall(r"[A-Za-z]{2,}", tables)) <= names
 
 
