@@ -38,6 +38,7 @@ SUBJECTS = (
     "ask/finetune",
     "ask/flux2",
     "ask/int8",
+    "ask/kernels",
     "score/sd",
     "score/flux2",
     "score/few_steps",

@@ -107,6 +107,32 @@ def test_what_is_said_beforehand_of_a_published_run_is_a_bound():
         assert run.by_tiles < run.by_instructions < run.measured
 
 
+def test_tiles_and_the_cycles_of_all_else_come_near_xl_on_a_v5e():
+    (row,) = (
+        row["answer"]["cycles"]
+        for row in read_record("ask/int8")
+        if row["question"] == {"piece": STEP, "weights": "bfloat16"}
+    )
+    for run in records.predicted_times():
+        if run.published.chip == "v5e":
+            seconds = run.by_tiles + 20 * row["others"] / 1.5e9
+            assert seconds == pytest.approx(2.43, abs=0.005)
+            assert seconds == pytest.approx(run.measured, rel=0.15)
+
+
+def test_splash_attention_takes_the_fewest_cycles_of_klein_and_flash_of_xl():
+    cycles = {}
+    for row in read_record("ask/kernels"):
+        model, chip, kernel = row["question"].values()
+        total = row["answer"]["cycles"] + row["answer"]["others"]
+        cycles.setdefault((model, chip), {})[kernel] = total
+    for chip in ("v5e", "v6e"):
+        klein, xl = cycles["flux2", chip], cycles["sdxl", chip]
+        assert klein["splash"] < 0.7 * klein["compiler"] < 0.7 * klein["flash"]
+        assert xl["flash"] < 0.65 * xl["compiler"]
+        assert xl["flash"] < xl["splash"] < xl["compiler"]
+
+
 @pytest.mark.parametrize("model", ["sd", "sdxl"])
 def test_recorded_products_do_about_the_operations_the_compiler_counts(model):
     """It also counts what is no product, and leaves out what a convolution does to its padding."""

@@ -4,6 +4,7 @@ import pytest
 
 from course.tpu.chips import Chip
 from course.tpu.roofline import Roofline, count_instructions, read_arrays, read_roofline
+from lab.ask.kernels import count_bundles
 
 # A second for 2^40 operations, and one for 2^30 bytes; its MXU has 128 rows and columns.
 CHIP = Chip("v5e", peak=2.0**40, bandwidth=2.0**30, on_chip=0, usable_hbm=2**40)
@@ -143,3 +144,26 @@ def test_a_loop_counts_as_often_as_it_goes_round_and_exchange_not_at_all():
     )
     assert read_roofline(text, CHIP).seconds == pytest.approx(20 * 2 / 8, rel=1e-6)
     assert count_instructions(text, CHIP) == {"add": 20, "negate": 20, "all-to-all": 20}
+
+
+KERNEL = """\
+LB: loop body
+   0x0   :  { %s1 = smov 0 }
+   0x1 LB: > { %s2 = sadd.s32 1, %s1 }
+   0x2   : > { %4 = sbr.rel (%p1) target = $region5 }
+   0x3   : > { vst 0 } /* Start region 4 */
+   0x4   : > { vst 1 }
+   0x5 PF: > { vmatmul } /* Start/End empty region 5 */
+   0x6   : > { %6 = sbr.rel (%p2) target = $region7 }
+   0x7   : > { vmatmul
+ of two lines } /* Start region 6 */
+   0x8   : > { vst 2 } /* End region 6 :: Start region 7 */
+   0x9   : > { %p3 = scmp.ge.s32.totalorder %s2, 14 /* loop exit test */ }
+   0xa   : > { %8 = sbr.rel (!%p3) target = $region1 }
+   0xb   :  { vwait }
+"""
+
+
+def test_a_kernels_bundles_count_as_often_as_they_run():
+    """Of ten bundles in twelve rounds, two only begin the sums of one block of three."""
+    assert count_bundles(KERNEL, blocks=3) == 12 * 8 + 4 * 2

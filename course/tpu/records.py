@@ -447,6 +447,19 @@ def table_of_published() -> str:
     return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 
+def table_of_kernels() -> str:
+    """Return the cycles of attention by three kernels as a table in Markdown."""
+    rows = []
+    for row in read_record("ask/kernels"):
+        asked, answer = row["question"], row["answer"]
+        cycles = answer["cycles"], answer["others"], answer["cycles"] + answer["others"]
+        rows.append([*asked.values(), *(f"{number / 1e6:.2f}" for number in cycles)])
+    header = ["attention of", "chip", "kernel"]
+    header += ["million cycles of the kernel", "around it", "in all"]
+    alignment = ["left"] * 3 + ["right"] * 3
+    return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+
+
 def recorded_products(model: str) -> dict[str, dict[Product, int]]:
     """Read the matrix products and convolutions in each part of a model, and how often they run.
 
