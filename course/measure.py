@@ -165,10 +165,11 @@ def write_measured(options: argparse.Namespace) -> None:
     """Do what the command does."""
     choices = vars(options)
     to = choices.pop("to")
-    folder = to.parent if to.suffix == ".json" else to
+    is_file = to.suffix == ".json" and not to.is_dir()
+    folder = to.parent if is_file else to
     check_writable(folder)
     measured = measure(**choices)
-    file = to if to.suffix == ".json" else folder / file_name(measured)
+    file = to if is_file else folder / file_name(measured)
     content = json.dumps(dataclasses.asdict(measured), indent=1) + "\n"
     try:
         write_bytes(file, content.encode())

@@ -97,7 +97,7 @@ def test_a_step_on_a_gpu_is_what_an_image_takes_longer_in_twice_as_many(on_small
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "There is no model 'nothing': give sd, sdxl, flux2, shapes-sd"),
+        (["nothing"], "There is no model 'nothing': give sd, sdxl, flux2, shapes-"),
         (["flux2", "--attention", "dot_product"], "FLUX.2 has no attention 'dot_product': leave"),
         (["shapes-flux2", "--width", "60"], "shapes-flux2 cannot draw 64 × 60 pixels: give mult"),
         (["--steps", "0"], "steps is 0: give at least 1."),

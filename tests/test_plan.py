@@ -1,5 +1,6 @@
 """The planner: which ways there are to split a step, what is asked and kept, which comes first."""
 
+import ast
 import dataclasses
 import json
 import platform
@@ -288,11 +289,43 @@ def test_what_was_recorded_is_asked_only_if_it_is_to_be_anew(asked, monkeypatch,
 
 def test_a_file_of_something_else_is_refused(asked, tmp_path):
     file = tmp_path / "answers.json"
-    for content in ("", "{}", "[1]", '[{"question": {}}, 2]'):
+    for content in ("", "{}", "[1]", '[{"question": {}}, 2]', "[" * 100_000):
         file.write_text(content)
         with pytest.raises(RuntimeError, match="has no answers for a plan: move it away"):
             ask_ways(make_job("flux2"), file)
     assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["report"], []),
+        (["parameters"], "many"),
+        (["parameters"], 10**400),
+        (["mesh"], [8]),
+        (["exchanges"], [{"kind": "telepathy"}]),
+        (["exchanges", 0, "kind"], "telepathy"),
+        (["report", "chip", "peak"], 0),
+        (["report", "chip", "name"], "v99"),
+        (["report", "memory"], None),
+        (["report", "schedule"], None),
+        (["report", "schedule", "flops"], float("nan")),
+        (["report", "work", "least_bytes"], float("inf")),
+        (["report", "message"], 7),
+    ],
+)
+def test_answers_with_figures_that_cannot_be_are_refused(asked, tmp_path, keys, value):
+    file, job = tmp_path / "answers.json", make_job("flux2")
+    ask_ways(job, file, only="ring")
+    rows = json.loads(file.read_text())
+    place = rows[0]["answer"]
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    file.write_text(json.dumps(rows))
+    with pytest.raises(RuntimeError, match="has no answers for a plan: move it away"):
+        ask_ways(job, file)
+    assert asked == ["ring over 8"]
 
 
 def test_the_command_ranks_draws_and_writes(asked, tmp_path, capsys):
@@ -360,6 +393,16 @@ def test_the_file_of_a_way_draws_what_one_device_draws(model, way, tmp_path):
     assert 255 * np.abs(np.asarray(drawn) - np.asarray(alone)).max() < 1
     with pytest.raises(ValueError, match=r"for 1 prompt\(s\) at a time"):
         names["draw"](params, config, tokenize, [PROMPT, PROMPT])
+
+
+def test_no_name_of_a_folder_becomes_code(tmp_path):
+    folder = tmp_path / 'a"""\nraise SystemExit("taken over")\n"""\\'
+    folder.symlink_to(find_model("shapes-flux2"))
+    write_plan(make_job(str(folder), chips=4), Way("ring", share=4), tmp_path / "draw.py")
+    first, second, *_ = ast.parse((tmp_path / "draw.py").read_text()).body
+    assert "taken over" in first.value.value
+    assert isinstance(second, ast.Import)
+    assert runpy.run_path(str(tmp_path / "draw.py"))["MODEL"] == str(folder)
 
 
 @pytest.mark.parametrize("kind", [DATA, FULLY_SHARDED, TENSOR, "ring"])

@@ -572,6 +572,8 @@ def test_a_program_leaves_nothing_to_a_default():
         ({"batch": 10**9}, "batch is 1000000000: give at most 65536"),
         ({"height": 1_600_000_000}, "are too many to ask about: give sides of at most 16384"),
         ({"steps": 0}, "steps is 0: give at least 1"),
+        ({"steps": 10**20}, "steps is 100000000000000000000: give at most 10000"),
+        ({"attention": "fast"}, "There is no attention 'fast': choose one of automatic, "),
         ({"height": 72}, r"shapes-sd cannot draw 72 × 64 pixels: give multiples of \d+\."),
         ({"width": 0}, "cannot draw 64 × 0 pixels"),
         ({"attention": "plain", "chips": 4}, "chips and split_head_dim are for pipelines"),
@@ -699,6 +701,12 @@ BAD_FOLDERS = {
         lambda folder: (folder / "vae" / "config.json").unlink(),
         "config.json",
     ),
+    "parts of different models": (
+        lambda folder: edit_json(
+            folder / "unet" / "config.json", lambda found: found | {"cross_attention_dim": 1280}
+        ),
+        "has a part with cross_attention_dim = 1280, and the other parts have 64: ",
+    ),
     "half a configuration": (
         lambda folder: (folder / "unet" / "config.json").write_text('{"sample_size": 8, '),
         "unet/config.json is damaged, or no JSON: ",
@@ -774,9 +782,11 @@ def test_a_shape_is_written_as_jax_prints_it(text, expected):
 BAD_QUESTIONS = [
     ("shapes-sd --chip v9", "No chip 'v9' is known here: choose one of v4, v5e, v5p, v6e, tpu7x."),
     ("shapes-sd --chips 3", "3 chips cannot be asked for: choose 1, 4 or 8."),
-    ("nothing", "There is no model 'nothing': give sd, sdxl, flux2, shapes-sd"),
+    ("nothing", "There is no model 'nothing': give sd, sdxl, flux2, shapes-"),
     ("jax.numpy:sinn --shapes f32[8]", "'jax.numpy:sinn' cannot be imported (module 'jax.numpy' h"),
     ("no_such:f --shapes f32[8]", "'no_such:f' cannot be imported (No module named 'no_such'): gi"),
+    ("..:f --shapes f32[8]", "'..:f' cannot be imported (the 'package' argument is required"),
+    ("os:environ --shapes f32[8]", "'os:environ' is no function: give module:function."),
     ("jax.numpy:sin --shapes f32(8)", "'f32(8)' is no shape: write it as bf16[8,128], or as int32"),
     ("jax.numpy:sin --shapes f99[8]", "'f99[8]' is no shape"),
     (

@@ -1,11 +1,12 @@
 """What a model's configuration files say of its sizes."""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from course.model.autoencoder import AutoencoderConfig
-from course.model.configs import check_options, read_options
+from course.model.configs import check_options, check_parts_fit, read_options
 from course.model.files import find_inside, read_json
 
 
@@ -150,10 +151,21 @@ def read_config(folder: str | Path) -> Config:
             f"{folder} has a transformer with axes_dims_rope = {axes}, which are not four even "
             f"numbers that add up to attention_head_dim = {head}: download the folder again."
         )
+    text, vae = _read_part(folder, "text_encoder", TextConfig), _read_part(folder, "vae", VAEConfig)
+    check_parts_fit(
+        folder,
+        {
+            "joint_attention_dim": (
+                transformer.joint_attention_dim,
+                len(text.read_layers) * text.hidden_size,
+            ),
+            "in_channels": (transformer.in_channels, vae.latent_channels * prod(vae.patch_size)),
+        },
+    )
     return Config(
         transformer=transformer,
-        text_encoder=_read_part(folder, "text_encoder", TextConfig),
-        vae=_read_part(folder, "vae", VAEConfig),
+        text_encoder=text,
+        vae=vae,
         shift=None if scheduler.get("use_dynamic_shifting") else scheduler.get("shift", 1.0),
         is_distilled=index.get("is_distilled", False),
     )

@@ -160,3 +160,16 @@ def _fits(name: str, value: Any, annotation: Any) -> bool:
     if type(value) in (int, float):  # some files have a float as a whole number
         return float in kinds and 0 < value < LARGEST_FLOAT
     return type(value) in kinds
+
+
+def check_parts_fit(folder: str | Path, sizes: Mapping[str, tuple[int | None, int]]) -> None:
+    """Raise ``ValueError`` if a size in one part's configuration is not what other parts have.
+
+    ``sizes`` has the option's own number and theirs, by the names of options.
+    """
+    for option, (own, others) in sizes.items():
+        if own != others:
+            raise ValueError(
+                f"{folder} has a part with {option} = {own}, and the other parts have {others}: "
+                "they are of different models, so download the folder again."
+            )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from course.model.autoencoder import AutoencoderConfig
-from course.model.configs import part_class, read_options
+from course.model.configs import check_parts_fit, part_class, read_options
 from course.model.files import find_inside, read_json
 
 
@@ -392,9 +392,18 @@ def read_config(folder: str | Path) -> Config:
             f"beta_end = {schedule.beta_end}, which has to be more, and below 1: download the "
             "folder again."
         )
-    return Config(
-        text=tuple(encoders),
-        unet=unet,
-        vae=read_part("vae"),
-        schedule=schedule,
-    )
+    vae = read_part("vae")
+    sizes = {
+        "cross_attention_dim": (
+            unet.cross_attention_dim,
+            sum(encoder.hidden_size for encoder in encoders),
+        ),
+        "in_channels": (unet.in_channels, vae.latent_channels),
+    }
+    if unet.addition_embed_type is not None:
+        sizes["projection_class_embeddings_input_dim"] = (
+            unet.projection_class_embeddings_input_dim,
+            encoders[1].projection_dim + 6 * (unet.addition_time_embed_dim or 0),
+        )
+    check_parts_fit(folder, sizes)
+    return Config(text=tuple(encoders), unet=unet, vae=vae, schedule=schedule)

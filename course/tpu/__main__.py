@@ -14,6 +14,7 @@ import jax
 
 from course.commands import make_parser, positive, run, seconds, writing_to
 from course.model.attention import ATTENTION
+from course.model.files import write_whole
 from course.tpu.answers import Answer, Report
 from course.tpu.chips import tpu_devices
 from course.tpu.compiler import ask_compiler
@@ -74,8 +75,10 @@ def ask_about_function(name: str, shapes: list[str], chip: str, timeout: float |
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
         raise ValueError(f"{name!r} cannot be imported ({error}): give module:function.") from None
+    if not callable(function):  # JAX would print it, whatever it holds
+        raise ValueError(f"{name!r} is no function: give module:function.")
     arguments = [parse_shape(shape) for shape in shapes]
     try:
         return ask_compiler(function, *arguments, chip=chip, timeout=timeout)
@@ -249,7 +252,8 @@ def print_plan(options: argparse.Namespace) -> None:
             raise RuntimeError(
                 "No way fits that was asked about: give more chips, or fewer pixels."
             )
-        draw_comparison(job, bounds).savefig(folder / "comparison.png", dpi=150)
+        save = partial(draw_comparison(job, bounds).savefig, format="png", dpi=150)
+        write_whole(folder / "comparison.png", save)
         write_plan(job, fitting[0], folder / "draw.py")
     print(f"\nFirst is {fitting[0]}: {folder / 'draw.py'} draws so. Also written: comparison.png.")
 

@@ -5,13 +5,16 @@ so that an interrupted plan goes on where it stopped. Ways are ranked by a bound
 a chip and its exchange, one after the other, but for what the schedule puts beside an exchange.
 """
 
+import dataclasses
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
@@ -235,14 +238,27 @@ def known_splits(job: Job, rows: Iterable[dict]) -> dict[Way, Split]:
 def kept_splits(job: Job, file: Path) -> dict[Way, Split]:
     """Return what a plan has kept; raise ``RuntimeError`` if a file is none of a plan."""
     try:
-        rows = read_rows(file)
-        if isinstance(rows, list):
-            return known_splits(job, rows)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        pass  # it is not what a plan writes
-    raise RuntimeError(
-        f"{file} has no answers for a plan: move it away, or give a different folder."
-    )
+        kept = known_splits(job, read_rows(file))
+        for split in kept.values():
+            for value in jax.tree.leaves(dataclasses.asdict(split)):
+                if not isinstance(value, str) and not math.isfinite(value):
+                    raise ValueError(f"{value} is not finite")
+            bounds = rank({job.ways[0]: split}, 0, job.chips)
+            # Whatever these cannot show, no plan has written.
+            table_of(bounds), table_of_exchange(bounds), split.report.verdict, split.report.origin
+        return kept
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ):
+        raise RuntimeError(
+            f"{file} has no answers for a plan: move it away, or give a different folder."
+        ) from None
 
 
 def recorded_rows() -> list[dict]:

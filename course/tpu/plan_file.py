@@ -5,12 +5,15 @@ from pathlib import Path
 from string import Template
 
 from course import flux2
+from course.commands import in_one_line
+from course.model.files import write_bytes
 from course.tpu.pieces import FLUX2_GUIDANCE, load_config
 from course.tpu.plan import Job
 from course.tpu.splits import TENSOR_BY_HAND, Call, Way, flux2_call, sd_call
 from helpers.models import MODELS, bundled_names
 
 SD_GUIDANCE = 7.5
+NO_QUOTES = str.maketrans({'"': "'", "\\": "/"})  # so that no model's name ends the docstring
 PLAIN = '"plain"'
 # Where models are of which the configuration comes with the course.
 HUB_IDS = {name: model.hub_id for name, model in MODELS.items()}
@@ -169,7 +172,7 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
     if model not in bundled_names() and Path(model).is_dir():
         model = str(Path(model).absolute())  # so the file can be started in any folder
     values = {
-        "title": str(job),
+        "title": in_one_line(str(job)).translate(NO_QUOTES),
         "way": way,
         "name": file.name,
         "more": " …" if program.batch > 1 else "",
@@ -205,7 +208,7 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
         }
     body = body.replace("$loading", values.pop("loading", ""))
     text = Template(HEAD + body + TAIL).substitute(values)
-    file.write_text(text, encoding="utf-8")
+    write_bytes(file, text.encode())
 
 
 def python_of(package: str, call: Call) -> str:

@@ -4,8 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from course.families import find_code
+from course.model.attention import ATTENTION
 from course.model.files import read_json
-from helpers.models import MODELS, NO_WEIGHTS, find_local, find_model, which_model
+from helpers.models import (
+    MODELS,
+    NO_WEIGHTS,
+    bundled_names,
+    find_local,
+    find_model,
+    which_model,
+)
 
 CONFIGURATIONS = Path(__file__).with_name("configurations")
 LARGER = ("flux2-9b",)  # which no chapter draws with
@@ -92,16 +100,20 @@ def make_program(
     """
     if dtype not in ("bfloat16", "float32"):
         raise ValueError(f"The dtype is {dtype!r}: choose bfloat16 or float32.")
-    for name, number in {"batch": batch, "steps": steps}.items():
+    for name, number, most in (("batch", batch, LARGEST_BATCH), ("steps", steps, MOST_STEPS)):
         if number is not None and number < 1:
             raise ValueError(f"{name} is {number}: give at least 1.")
-    if batch > LARGEST_BATCH:
-        raise ValueError(f"batch is {batch}: give at most {LARGEST_BATCH}.")
+        if number is not None and number > most:
+            raise ValueError(f"{name} is {number}: give at most {most}.")
     if attention and (chips != 1 or split_head_dim is not None):
         raise ValueError("chips and split_head_dim are for pipelines: leave out the attention.")
     if decode_batch is not None and not attention:
         raise ValueError("decode_batch is for course.sd: give an attention, too.")
     folder = configured_folder(model)
+    config = find_code(folder).read_config(folder)
+    height = config.side if height is None else height
+    width = config.side if width is None else width
+    check_sides(model, height, width, config.side_multiple)
     if which_model(folder) == "flux2":
         if chips != 1 or split_head_dim is not None or decode_batch is not None:
             raise ValueError(
@@ -109,36 +121,16 @@ def make_program(
             )
         if attention not in (None, "automatic"):
             raise ValueError(f"FLUX.2 has no attention {attention!r}: leave it out.")
-        config = find_code(folder).read_config(folder)
-        height = config.side if height is None else height
-        width = config.side if width is None else width
-        check_sides(model, height, width, config.side_multiple)
         if steps is None:
             steps = 4 if config.is_distilled else 50
-        return Program(
-            model=model,
-            chip=chip,
-            chips=1,
-            batch=batch,
-            height=height,
-            width=width,
-            steps=steps,
-            dtype=dtype,
-            split_head_dim=None,
-            attention="automatic",
-            decode_batch=None,
+        attention = "automatic"
+    elif attention and attention not in ATTENTION:
+        raise ValueError(
+            f"There is no attention {attention!r}: choose one of {', '.join(ATTENTION)}."
         )
-    unet = read_json(folder / "unet" / "config.json")
-    vae = read_json(folder / "vae" / "config.json")
-    scale = 2 ** (len(vae["block_out_channels"]) - 1)  # pixels for each latent
-    if height is None:
-        height = scale * unet["sample_size"]
-    if width is None:
-        width = scale * unet["sample_size"]
-    check_sides(model, height, width, scale * 2 ** (len(unet["block_out_channels"]) - 1))
-    if split_head_dim is None and not attention:
-        is_xl = (folder / "text_encoder_2").exists()
-        split_head_dim = is_xl or unet.get("split_head_dim", False)
+    elif split_head_dim is None and not attention:
+        unet = read_json(folder / "unet" / "config.json")
+        split_head_dim = config.is_xl or unet.get("split_head_dim", False)
     return Program(
         model=model,
         chip=chip,
@@ -157,6 +149,7 @@ def make_program(
 # Beyond these no chip's memory is enough, and to trace such a program takes minutes.
 LARGEST_SIDE = 16_384  # pixels
 LARGEST_BATCH = 65_536
+MOST_STEPS = 10_000
 
 
 def check_sides(model: str, height: int, width: int, multiple: int) -> None:
@@ -179,9 +172,8 @@ def configured_folder(model: str) -> Path:
         return CONFIGURATIONS / model
     folder = find_local(model)
     if folder is None and "/" not in model:
-        bundled = [known.bundled for known in MODELS.values()]
         raise ValueError(
-            f"There is no model {model!r}: give {', '.join((*MODELS, *bundled, *LARGER))}, "
+            f"There is no model {model!r}: give {', '.join((*MODELS, *bundled_names(), *LARGER))}, "
             "a folder with a model_index.json, or a Hub id."
         )
     folder = folder or find_model(model, only=NO_WEIGHTS)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 from tabulate import tabulate
 
-from course.model.files import write_bytes
+from course.model.files import read_text, write_bytes
 from course.tpu.answers import Answer, Memory, Report, Times, Work
 from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.compiler import ask_compiler, versions
@@ -65,7 +65,12 @@ def make_row(question: dict, answer: dict, *packages: str) -> dict:
 
 def read_rows(file: Path) -> list[dict]:
     """Return the rows in a file, and none if there is no such file yet."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    if not file.exists():
+        return []
+    rows = json.loads(read_text(file))
+    if not isinstance(rows, list):
+        raise ValueError(f"{file} holds no rows of a record: get it again.")
+    return rows
 
 
 def write_rows(file: Path, rows: Iterable[dict]) -> None:
