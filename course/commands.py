@@ -154,6 +154,18 @@ def check_room(folder: Path, size: int) -> None:
         )
 
 
+def check_apart(folder: Path, source: Path) -> None:
+    """Raise ``ValueError`` if a folder to write is that of a model to read, or lies in it.
+
+    The model would be lost, and what the same command makes of it a second time is something else.
+    """
+    if folder.resolve().is_relative_to(source.resolve()):
+        raise ValueError(
+            f"{folder} is the folder of {source} itself, or in it, and would change that model: "
+            "give a different folder."
+        )
+
+
 def explain_os_error(error: OSError, file: str | Path | None = None) -> str:
     """Return a sentence on what the operating system refused, and what to do about it."""
     if error.errno is None:  # raised by Python code, which wrote a sentence

@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from course import sd
-from course.commands import check_room, make_parser, run, writing_to
+from course.commands import check_apart, check_room, make_parser, run, writing_to
 from course.families import find_code
 from course.model.files import FLOATS, PICKLE_SUFFIXES, cast, write_safetensors
 from course.sd.convert import guess_schedule
@@ -33,7 +33,8 @@ def file_or_folder(name: str | None) -> Path | None:
     """Return what a part is read from: a file, or a folder, which may be on the Hub."""
     if name is None:
         return None
-    if Path(name).suffix in (".safetensors", ".gguf", *PICKLE_SUFFIXES):
+    suffix = Path(name).suffix.lower()
+    if Path(name).is_file() or suffix in (".safetensors", ".sft", ".gguf", *PICKLE_SUFFIXES):
         return Path(name)
     return find_model(name)
 
@@ -76,6 +77,7 @@ def _write_folder(file: Path, options: argparse.Namespace) -> None:
     if file.is_dir():
         raise ValueError(f"{file} is a whole model, with a configuration: leave out --like.")
     folder, like = options.folder, find_model(options.like, only=NO_WEIGHTS)
+    check_apart(folder, like)
     code = find_code(like)
     config = code.read_config(like)
     parts = code.parameter_shapes(config).keys()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from course.commands import check_room, finite, make_parser, run, writing_to
+from course.commands import check_apart, check_room, finite, make_parser, run, writing_to
 from course.convert import DTYPES, saved_size
 from course.families import find_code
 from course.model.files import read_safetensors
@@ -38,6 +38,7 @@ def build_in(options: argparse.Namespace) -> None:
     for file, _ in options.loras:
         read_safetensors(file)  # its header, as a model takes long
     source = find_model(options.source, variant=options.variant)
+    check_apart(options.folder, source)
     with writing_to(options.folder):
         _build_into(options.folder, source, options)
 

@@ -1,5 +1,6 @@
 """Single files in the original layout, and the commands that write folders."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -120,6 +121,7 @@ def test_a_folder_becomes_single_files_and_a_folder_again(
     [
         ([SD, "out", "--vae", SD], "is a whole model, to which --vae adds nothing"),
         (["model.safetensors", "out"], "has no configuration: give a model of the same kind by"),
+        (["model.SFT", "out"], "model.SFT has no configuration: give a model of the same kind by"),
     ],
 )
 def test_options_that_say_nothing_are_refused(arguments, message, tmp_path, monkeypatch, capsys):
@@ -161,6 +163,20 @@ def test_a_command_that_is_given_the_wrong_files_ends_in_a_sentence(
     run_command(command, *arguments, status=1)
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_command_writes_over_the_model_that_it_reads(folder, tmp_path, capsys):
+    source = shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "link").symlink_to(source)
+    run_command(course.convert, source, tmp_path / "files")
+    before = {file: file.read_bytes() for file in source.rglob("*") if file.is_file()}
+    file = tmp_path / "files" / "model.safetensors"
+    for out in (source, source / "new", tmp_path / "link"):
+        run_command(course.lora, source, out, LORA, status=1)
+        run_command(course.convert, file, out, "--like", source, status=1)
+        said = capsys.readouterr().err
+        assert said.count("would change that model: give a different folder.\n") == 2
+    assert {file: file.read_bytes() for file in source.rglob("*") if file.is_file()} == before
 
 
 @pytest.mark.parametrize("error", [LocalEntryNotFoundError("no network"), OSError()])
