@@ -226,6 +226,19 @@ def test_a_full_disk_is_a_sentence_and_the_last_state_stays(study, lesson, tmp_p
     assert [int(folder.name) for folder in tmp_path.glob("[0-9]*")] == [2]
 
 
+@pytest.mark.parametrize("part", ["about", "state"])
+def test_a_damaged_state_is_a_sentence_and_the_one_before_is_used(study, lesson, tmp_path, part):
+    about = training.describe(lesson[0], RECIPE, lesson[2])
+    study(saver=training.Saver(tmp_path, about), every=1, until=3)
+    files = [file for file in (tmp_path / "3" / part).rglob("*") if file.is_file()]
+    largest = max(files, key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:20])
+    with pytest.raises(RuntimeError, match=r"3 cannot be read \(.*\): remove this folder"):
+        study(saver=training.Saver(tmp_path, about))
+    shutil.rmtree(tmp_path / "3")
+    assert same(study(saver=training.Saver(tmp_path, about)), study())
+
+
 def command(small, folders, file, *more):
     found = [sys.executable, "-m", "course.finetune", folders / "new", file, "--model", small]
     found += ["--rehearse", folders / "old", "--rank", 2, "--batch", 8, "--rehearsed", 2]
@@ -589,6 +602,7 @@ BAD_COMMANDS = {
     "a word in no caption": (["--word", "bowknot"], "The word 'bowknot' stands in no caption"),
     "a known word": (["--word", "heart"], "'heart' is no new word"),
     "two words": (["--word", "bow tie"], "'bow tie' is no new word"),
+    "a word that takes minutes": (["--word", "bow" * 9000], "is no new word: choose one"),
     "a word like nothing": (["--like", ""], "Give --word and --like together"),
     "no model": (["--model", "nowhere"], "nowhere is no folder, no Hub id"),
 }

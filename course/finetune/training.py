@@ -539,8 +539,7 @@ class Saver:
         last = self._manager.latest_step()
         if last is None:
             return
-        args = ocp.args.Composite(about=ocp.args.JsonRestore())
-        saved = self._manager.restore(last, args=args).about
+        saved = self._read(last, about=ocp.args.JsonRestore()).about
         for name, value in about.items():
             if saved.get(name) == value:
                 continue
@@ -559,8 +558,19 @@ class Saver:
         if last is None:
             return state
         shapes = jax.tree.map(_shape_and_place, state)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        return self._manager.restore(last, args=args).state
+        return self._read(last, state=ocp.args.StandardRestore(shapes)).state
+
+    def _read(self, step: int, **parts) -> ocp.args.Composite:
+        """Return parts of the state of a step; ``RuntimeError`` if it is damaged."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**parts))
+        except Exception as error:  # Orbax and what it stands on raise many kinds
+            reason = str(error).strip().split("\n")[0] or type(error).__name__
+            folder = Path(self._manager.directory) / str(step)
+            raise RuntimeError(
+                f"The state in {folder} cannot be read ({reason}): remove this folder, and start "
+                "the same again, which goes on from the state before, if there is one."
+            ) from None
 
     def save(self, state: State) -> None:
         """Save a state under the number of its step, if it is not there.

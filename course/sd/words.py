@@ -5,6 +5,7 @@ trained with a LoRA, that file is beside the LoRA's.
 """
 
 import re
+import reprlib
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from course.model.files import check_numbers, read_safetensors, write_safetensor
 from course.sd.clip import EMBEDDINGS
 from course.sd.configs import Config
 from course.sd.tokenizer import Tokenizer
+
+MOST_LETTERS = 100  # of a word, as the tokenizer's time grows by their square
 
 
 def add_word(
@@ -64,8 +67,8 @@ def add_word(
 
 def _not_new(word: str) -> ValueError:
     return ValueError(
-        f"{word!r} is no new word: choose one without spaces and signs that the model does not "
-        "know."
+        f"{reprlib.repr(word)} is no new word: choose one that the model does not know, of at most "
+        f"{MOST_LETTERS} letters, without spaces and signs."
     )
 
 
@@ -77,9 +80,16 @@ def _append_word(
     For each text encoder there are the embeddings of the tokens that the word stands for, (tokens,
     channels).
     """
-    if not word.strip() or len(word.split()) > 1 or len(tokenize.encoders[0].split(word)) == 1:
+    encoder = tokenize.encoders[0]
+    is_word = len(word) <= MOST_LETTERS and len(word.split()) == 1
+    if not is_word or len(encoder.split(word)) == 1:
         raise _not_new(word)
     number = len(vectors["text_encoder"])
+    if number > encoder.room:
+        raise ValueError(
+            f"The word {word!r} has {number} vectors, and a prompt has room for {encoder.room} "
+            "tokens: get one with fewer."
+        )
     tokenize = tokenize.with_word(word, number)
     changed = dict(params)
     texts = []
