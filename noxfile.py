@@ -30,6 +30,7 @@ SHORT = {
     "between": (3,),
     "newest": (4,),
     "oldest-python": (4,),
+    "newest-python": (4,),
     "without-diffusers": (11, 16),
 }
 # Programs that are compiled in less time and run for longer: chapters just have to end here.
@@ -96,6 +97,13 @@ def newest(session):
 @nox.session(python="3.11", name="oldest-python", default=HERE != "3.11")
 def oldest_python(session):
     """Chapters that need Flax's pipelines, on the oldest Python, on three devices."""
+    execute(session, "requirements.lock", 3, OF_PIPELINES, **FASTER)
+
+
+# Few machines have this Python yet.
+@nox.session(python="3.14", name="newest-python", default=bool(shutil.which("python3.14")))
+def newest_python(session):
+    """Chapters that need Flax's pipelines, on the newest Python and JAX, on three devices."""
     execute(session, "requirements.lock", 3, OF_PIPELINES, **FASTER)
 
 
