@@ -44,7 +44,10 @@ def accelerator(monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hub that has all models; its attribute `sizes` has the sizes of files, in bytes."""
+    """A Hub that has all models; its attribute `sizes` has the sizes of files, in bytes.
+
+    The disk has room for them, whatever this machine's has.
+    """
     hub = SimpleNamespace(sizes={checkpoints.FLAX_WEIGHTS: 1_720_000_000, "unet/other.bin": 10**12})
 
     def model_info(self, hub_id, **options):
@@ -62,6 +65,7 @@ def hub(monkeypatch, tmp_path):
     monkeypatch.setattr(checkpoints.HfApi, "model_info", model_info)
     monkeypatch.setattr(models, "snapshot_download", snapshot_download)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(checkpoints, "free_disk", lambda folder: 10**12)
     return hub
 
 
