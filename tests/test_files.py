@@ -553,6 +553,13 @@ REFUSALS = {
     ),
     "half Flax' weights": (flax_weights(lambda data: data[:5000]), "holds no parameters of Flax"),
     "a web page for Flax' weights": (flax_weights(lambda data: b"<html>"), "is a web page"),
+    "zeros without end in place of Flax' weights": (
+        lambda folder: [
+            flax_weights(lambda data: b"")(folder),
+            os.truncate(folder / "unet" / "diffusion_flax_model.msgpack", 2**36),
+        ],
+        "holds no parameters of Flax",
+    ),
     "text in place of Flax' weights": (
         flax_weights(lambda data: msgpack_serialize({"conv": {"kernel": "x"}})),
         "holds no parameters of Flax",

@@ -685,11 +685,11 @@ def read_flax(file: Path) -> dict[str, np.ndarray]:
         raise FileNotFoundError(f"{file} is missing, or no file: download the folder again.")
     with file.open("rb") as stream:
         start = stream.read(200)
-        try:
-            # So that what is no msgpack is not read to its end.
+        # As a map of msgpack begins: what is none is not read to its end.
+        if start and (start[0] >> 4 == 0x8 or start[0] in (0xDE, 0xDF)):
             data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # an empty file has no map
-            data = start
+        else:
+            data = b""
     try:
         tree = msgpack_restore(data)
         leaves = jax.tree.leaves(tree, is_leaf=lambda value: value is None)
