@@ -237,7 +237,7 @@ def coverage(shape: str, x: float, y: float, radius: float, tilt: float, pixels:
     ink = 255
     for outline in OUTLINES[shape]:
         points = (outline @ turn * radius + (x, y)) * side
-        draw.polygon([tuple(point) for point in points], fill=ink)
+        draw.polygon(points.ravel().tolist(), fill=ink)
         ink = 0  # of a hole
     return np.asarray(mask.reduce(SUPERSAMPLING), np.float32) / 255
 
