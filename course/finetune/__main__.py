@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course import sd
-from course.commands import check_room, check_writable, make_parser, run, writing_to
+from course.commands import check_writable, make_parser, run, writing_to
 from course.families import Config, find_code
 from course.finetune.photos import read_folder, read_references
 from course.finetune.training import (
@@ -226,7 +226,6 @@ def _train_into(folder: Path, options: argparse.Namespace) -> None:
     saver = Saver(folder, describe(params, recipe, data))
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     state = init_state(params, recipe, has_word)
-    check_room(folder, room_for(state))
     check_writable(folder, room_for(state))
     state, params, data = jax.device_put((state, params, data), NamedSharding(mesh, P()))
     state = saver.restore(state)

@@ -243,9 +243,7 @@ def kept_splits(job: Job, file: Path) -> dict[Way, Split]:
             for value in jax.tree.leaves(dataclasses.asdict(split)):
                 if not isinstance(value, str) and not math.isfinite(value):
                     raise ValueError(f"{value} is not finite")
-            bounds = rank({job.ways[0]: split}, 0, job.chips)
-            # Whatever these cannot show, no plan has written.
-            table_of(bounds), table_of_exchange(bounds), split.report.verdict, split.report.origin
+            text_of(split, job)  # what cannot be shown, no plan has written
         return kept
     except (
         ArithmeticError,
@@ -259,6 +257,13 @@ def kept_splits(job: Job, file: Path) -> dict[Way, Split]:
         raise RuntimeError(
             f"{file} has no answers for a plan: move it away, or give a different folder."
         ) from None
+
+
+def text_of(split: Split, job: Job) -> str:
+    """Return what a plan of this way alone says of it."""
+    bounds = rank({job.ways[0]: split}, 0, job.chips)
+    tables = (table_of(bounds), table_of_exchange(bounds))
+    return "\n".join([*tables, split.report.verdict, split.report.origin])
 
 
 def recorded_rows() -> list[dict]:
