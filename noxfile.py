@@ -26,12 +26,12 @@ OF_PIPELINES = (0, 4, 5, 7, 8)
 # What ``nox -- short`` executes, where one machine does all of it, beside its own `make test`: of
 # each set a few chapters that call most of what differs between the sets.
 SHORT = {
-    "colab": (0, 5, 7, 8),
+    "colab": (5, 7, 8),
     "between": (3,),
-    "newest": (4,),
-    "oldest-python": (4,),
-    "newest-python": (4,),
-    "without-diffusers": (11, 16),
+    "newest": (5,),
+    "oldest-python": (5,),
+    "newest-python": (5,),
+    "without-diffusers": (13, 16),
 }
 # Programs that are compiled in less time and run for longer: chapters just have to end here.
 FASTER = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
