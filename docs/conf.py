@@ -201,9 +201,9 @@ def add_language_switch(app, pagename, templatename, context, doctree):
     there = written or pagename in ("search", "genindex")
     other = to_place(f"{FOLDERS[OTHER]}{pagename if there else 'index'}.html", pagename)
     context["switch"] = {"address": other, "language": OTHER, "name": WORDS[OTHER]["name"]}
-    own = f"{posixpath.basename(pagename)}.html"
     context["_"] = lambda text: WORDS[LANGUAGE]["theme"].get(text) or translate(text)
-    context["alternates"] = {LANGUAGE: own, OTHER: other} if there else {}
+    is_in_both = there and PUBLISHED
+    context["alternates"] = heads.alternates(pagename, FOLDERS, ADDRESS) if is_in_both else {}
 
 
 def describe_page(app, pagename, templatename, context, doctree):

@@ -100,6 +100,12 @@ def test_nothing_is_loaded_from_elsewhere(parsed):
         assert [link for link in loaded if urlsplit(link).netloc] == [], page
 
 
+def test_every_column_has_a_name(parsed):
+    for page, soup in parsed.items():
+        for cell in soup.select("article thead th"):
+            assert cell.get_text(strip=True), page
+
+
 def test_every_picture_has_a_text_in_its_place(parsed):
     for page, soup in parsed.items():
         for picture in soup.find_all("img"):
@@ -218,6 +224,8 @@ def test_a_chinese_chapter_has_outputs_and_says_if_it_is_behind(site, chapter):
 
 
 def test_every_page_leads_to_itself_in_the_other_language(site, parsed):
+    repository = set_repo.stamped_repository()
+    published = repository != set_repo.PLACEHOLDER
     for page, soup in parsed.items():
         if page.is_relative_to(site / LANGUAGE):
             own, other = LANGUAGE, "en"
@@ -230,12 +238,18 @@ def test_every_page_leads_to_itself_in_the_other_language(site, parsed):
         assert soup.html["lang"] == own, page
         alternates = {}
         for tag in soup.find_all("link", rel="alternate"):
-            alternates[tag["hreflang"]] = (page.parent / tag["href"]).resolve()
-        if counterpart.exists():
-            expected = counterpart
-            assert alternates == {own: page, other: counterpart}
+            alternates[tag["hreflang"]] = tag["href"]
+        expected = counterpart if counterpart.exists() else landing_page
+        if published and counterpart.exists():  # whole addresses, as search engines want them
+            address = set_repo.site_address(repository)
+            places = {own: page, other: counterpart}
+            places["x-default"] = places["en"]
+            for language, place in places.items():
+                places[language] = f"{address}{place.relative_to(site).as_posix()}"
+            assert alternates == places
+            canonical = soup.find("link", rel="canonical")
+            assert canonical["href"] == places[own], page
         else:
-            expected = landing_page
             assert alternates == {}
         switches = soup.select("header a.language-switch")
         assert switches, page

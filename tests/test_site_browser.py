@@ -156,6 +156,19 @@ def test_a_term_is_found_first_where_it_is_explained(open_page):
 
 
 @pytest.mark.parametrize(
+    ("start", "query"), [("", "XL+memory"), ("", "SDXL+memory"), ("zh-CN/", "SDXL+显存")]
+)
+def test_the_memory_of_xl_is_found_first(open_page, start, query):
+    page = open_page(f"{start}search")
+    page.goto(f"{page.url}?q={query}")
+    first = page.locator("#search-results li > a").first
+    expect(first).to_have_attribute("href", re.compile("glossary"))
+    first.click()
+    page.locator("dd:visible a[href='real-models.html']").first.click()
+    expect(page.get_by_role("cell", name=re.compile(r"8\.9 GB"))).to_be_visible()
+
+
+@pytest.mark.parametrize(
     ("start", "word", "said"), [("", "xylophone", "did not match"), ("zh-CN/", "象牙塔", "没有")]
 )
 def test_a_word_that_is_nowhere_is_not_found(open_page, start, word, said):

@@ -85,7 +85,7 @@ def scores_of_unet() -> list[str]:
 
 
 def scores_by_attribute() -> list[str]:
-    lines = table_head("", "all", "size", "colour", "shape", "background", "refused")
+    lines = table_head("pictures", "all", "size", "colour", "shape", "background", "refused")
     for name, edit in (("drawn", False), ("edited", True)):
         counts = own_score(edit=edit)
         lines.append(

@@ -63,6 +63,18 @@ def head_of(
     return tags
 
 
+def alternates(page: str, folders: dict[str, str], address: str) -> dict[str, str]:
+    """Return where a page is in each language, as search engines read it: by whole addresses.
+
+    English is for those whose language is none of these.
+
+    >>> alternates("teach", {"en": "", "zh-CN": "zh-CN/"}, "https://me.io/")["zh-CN"]
+    'https://me.io/zh-CN/teach.html'
+    """
+    places = {language: f"{address}{folder}{page}.html" for language, folder in folders.items()}
+    return places | {"x-default": places["en"]}
+
+
 def description_of(doctree) -> str:
     """Return how a page's text begins, with its lists and without tables, notes and outputs."""
     text = ""
