@@ -30,6 +30,8 @@ from course.tpu.programs import WHOLE, make_program
 from course.tpu.records import recorded_times
 from helpers.places import find_data
 
+MOST_CALLS = 10_000
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -96,8 +98,8 @@ def measure(
     ValueError
         If there is no such model, or a size, a number of steps or an attention is impossible.
     """
-    if calls < 1:
-        raise ValueError(f"calls is {calls}: give at least 1.")
+    if not 1 <= calls <= MOST_CALLS:
+        raise ValueError(f"calls is {calls}: give at least 1, and at most {MOST_CALLS}.")
     find_attention(attention)  # which raises ValueError, too
     device = jax.devices()[0]
     dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16

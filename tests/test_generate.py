@@ -105,8 +105,9 @@ REFUSALS = [
     ),
     ("flux2", {"width": 1020}, "1024 x 1020 pixels cannot be divided"),
     ("flux2", {"guidance": 4.0}, r"With guidance, give the empty prompt, too: empty=tokenize\("),
-    ("flux2", {"steps": 0}, "There are 0 steps: take a whole number from 1 on."),
-    ("flux2", {"steps": 2.5}, "There are 2.5 steps: take a whole number from 1 on."),
+    ("flux2", {"steps": 0}, "There are 0 steps: take a whole number from 1 to 10000."),
+    ("flux2", {"steps": 10001}, "There are 10001 steps: take a whole number from 1 to 10000."),
+    ("flux2", {"steps": 2.5}, "There are 2.5 steps: take a whole number from 1 to 10000."),
     ("flux2", {"shift": np.nan}, "The shift is nan: take a finite number above 0; 1 is none."),
     ("flux2", {"shift": 0.0}, "The shift is 0.0: take a finite number above 0"),
     (

@@ -71,6 +71,16 @@ def test_a_measured_run_is_written_and_read(on_small, tmp_path, capsys):
         measure.read_measured(file)
 
 
+def test_a_run_is_written_where_one_says(on_small, tmp_path):
+    """Into a folder, whatever that is called; or as a file, whose folder may be new."""
+    folder = tmp_path / "runs.json"
+    folder.mkdir()
+    for to in (folder, tmp_path / "new" / "mine.json"):
+        assert measure.main(["shapes-sd", "--steps", "1", "--calls", "1", "--to", str(to)]) == 0
+    assert [file.suffix for file in folder.iterdir()] == [".json"]
+    assert measure.read_measured(tmp_path / "new" / "mine.json").steps == 1
+
+
 def test_flux2_is_measured_in_the_steps_that_suit_the_model_before_distillation(flux2_folder):
     run = measure.measure(str(flux2_folder), calls=1, height=16, width=16)
     assert (run.steps, run.height, run.attention, len(run.seconds)) == (50, 16, "automatic", 1)
@@ -101,7 +111,8 @@ def test_a_step_on_a_gpu_is_what_an_image_takes_longer_in_twice_as_many(on_small
         (["flux2", "--attention", "dot_product"], "FLUX.2 has no attention 'dot_product': leave"),
         (["shapes-flux2", "--width", "60"], "shapes-flux2 cannot draw 64 × 60 pixels: give mult"),
         (["--steps", "0"], "steps is 0: give at least 1."),
-        (["--calls", "0"], "calls is 0: give at least 1."),
+        (["--calls", "0"], "calls is 0: give at least 1, and at most 10000."),
+        (["--calls", "1000000000"], "calls is 1000000000: give at least 1, and at most 10000."),
         (["--height", "63"], "shapes-sd cannot draw 63 × 64 pixels: give multiples of"),
         (["--attention", "fast"], "There is no attention 'fast': choose one of automatic"),
     ],

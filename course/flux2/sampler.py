@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+MOST_STEPS = 10_000  # ten times what the model was trained in
+
 
 def shift_by_size(tokens: int, steps: int) -> float:
     """Return FLUX.2's shift of the times towards noise, by the number of tokens and of steps.
@@ -44,10 +46,10 @@ def times(steps: int, shift: float = 1.0) -> np.ndarray:
     Raises
     ------
     ValueError
-        If there is no step, or the shift is no finite number above 0.
+        If the number of steps is none, or the shift is no finite number above 0.
     """
-    if not isinstance(steps, int | np.integer) or steps < 1:
-        raise ValueError(f"There are {steps} steps: take a whole number from 1 on.")
+    if not isinstance(steps, int | np.integer) or not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"There are {steps} steps: take a whole number from 1 to {MOST_STEPS}.")
     if not 0 < shift < np.inf:  # which is false for NaN
         raise ValueError(f"The shift is {shift}: take a finite number above 0; 1 is none.")
     even = np.linspace(1, 0, steps + 1)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from course.families import find_code
+from course.flux2.sampler import MOST_STEPS
 from course.model.attention import ATTENTION
 from course.model.files import read_json
 from helpers.models import (
@@ -149,7 +150,6 @@ def make_program(
 # Beyond these no chip's memory is enough, and to trace such a program takes minutes.
 LARGEST_SIDE = 16_384  # pixels
 LARGEST_BATCH = 65_536
-MOST_STEPS = 10_000
 
 
 def check_sides(model: str, height: int, width: int, multiple: int) -> None:
