@@ -167,8 +167,8 @@ async function load(signal) {
 async function run(name, ...inputs) {
   const externalData = ["drawer", "editor"].includes(name)
     ? [{ path: "transformer.weights", data: model.files["transformer.weights"] }] : [];
-  // Its warnings are about constants that its optimiser removes.
-  const options = { externalData, logSeverityLevel: 3 };
+  // To optimise these graphs takes longer than it saves. Its warnings are about constants that it would remove.
+  const options = { externalData, graphOptimizationLevel: "disabled", logSeverityLevel: 3 };
   model.sessions[name] ??= await model.runtime.InferenceSession.create(model.files[`${name}.onnx`], options);
   const session = model.sessions[name];
   const results = await session.run(Object.fromEntries(session.inputNames.map((input, k) => [input, inputs[k]])));
