@@ -85,8 +85,13 @@ def test_a_number_that_float32_does_not_hold_is_refused(text):
 
 def test_a_time_to_wait_is_above_0():
     assert commands.seconds("0.5") == 0.5
-    for text in ("0", "-1", "nan", "1e400"):
-        with pytest.raises(argparse.ArgumentTypeError):
+    for text, sentence in {
+        "0": "0 is too short: give seconds above 0",
+        "-1": "-1 is too short: give seconds above 0",
+        "nan": "nan is no finite number",
+        "1e400": "1e400 is no finite number",
+    }.items():
+        with pytest.raises(argparse.ArgumentTypeError, match=sentence):
             commands.seconds(text)
 
 

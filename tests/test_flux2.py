@@ -426,6 +426,10 @@ BAD_FOLDERS = {
         change_tokenizer(model={"type": "BPE", "dropout": None}),
         "tokenizer.json is no tokenizer: .* Get it again.",
     ),
+    "a tokenizer of another model": (
+        change_tokenizer(added_tokens=[]),
+        "tokenizer.json has no token .*: it is not Qwen's. Get Qwen3's.",
+    ),
     "a tokenizer with an expression that runs for ever": (
         change_tokenizer(pre_tokenizer=endless_split()),
         "tokenizer.json is no tokenizer of this model, as it cuts texts by other rules: get",

@@ -63,6 +63,15 @@ def test_what_only_other_programs_understand_is_noticed(prompt):
         tokens.check_prompts([prompt], lambda prompt: None)
 
 
+def test_what_is_no_list_of_prompts_is_refused():
+    for prompts, sentence in (
+        ("a heart", r"Give a list of prompts: \['a heart'\]"),
+        (["a heart", 3], "A prompt is 3: give strings"),
+    ):
+        with pytest.raises(TypeError, match=sentence):
+            tokens.check_prompts(prompts, lambda prompt: None)
+
+
 def test_what_is_no_key_is_refused():
     with pytest.raises(TypeError, match="make one with create_key"):
         split_keys(0)

@@ -287,6 +287,16 @@ def test_what_was_recorded_is_asked_only_if_it_is_to_be_anew(asked, monkeypatch,
         ask_ways(make_job("flux2", height=512))
 
 
+def test_a_plan_without_an_answer_says_what_to_do(asked, tmp_path, capsys):
+    ways = [str(way) for way in make_job("flux2").ways]
+    asked.fails = dict.fromkeys(ways, RuntimeError("The TPU compiler was stopped."))
+    assert main(["plan", "flux2", "--to", str(tmp_path), "--timeout", "1"]) == 1
+    output = capsys.readouterr()
+    assert "The compiler answered about no way, see above: give more --timeout" in output.err
+    assert "The TPU compiler was stopped." in output.out
+    assert not (tmp_path / "draw.py").exists()
+
+
 def test_a_file_of_something_else_is_refused(asked, tmp_path):
     file = tmp_path / "answers.json"
     for content in ("", "{}", "[1]", '[{"question": {}}, 2]', "[" * 100_000):
