@@ -68,6 +68,7 @@ def convert(options: argparse.Namespace) -> None:
                 f"{source} is a whole model, to which --{name.replace('_', '-')} adds nothing: "
                 "leave that out."
             )
+    check_apart(options.folder, source)
     with writing_to(options.folder):
         _write_files(source, options)
 
@@ -86,6 +87,8 @@ def _write_folder(file: Path, options: argparse.Namespace) -> None:
         place = file_or_folder(getattr(options, part))
         if place is not None and part not in parts:
             raise ValueError(f"{like} is a model without {part}: leave that option out.")
+        if place is not None and place.is_dir():
+            check_apart(folder, place)
         if part in parts:
             others[part] = place
     params = code.read_single_file(file, config, **others)

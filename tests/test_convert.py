@@ -174,8 +174,10 @@ def test_no_command_writes_over_the_model_that_it_reads(folder, tmp_path, capsys
     for out in (source, source / "new", tmp_path / "link"):
         run_command(course.lora, source, out, LORA, status=1)
         run_command(course.convert, file, out, "--like", source, status=1)
+        run_command(course.convert, file, out, "--like", SD, "--vae", source, status=1)
+        run_command(course.convert, source, out, status=1)
         said = capsys.readouterr().err
-        assert said.count("would change that model: give a different folder.\n") == 2
+        assert said.count("would change that model: give a different folder.\n") == 4
     assert {file: file.read_bytes() for file in source.rglob("*") if file.is_file()} == before
 
 

@@ -205,8 +205,8 @@ def read_pairs(
     """
     file = Path(file)
     arrays, metadata = read_safetensors(file)
-    options = _read_options(file, metadata)
     _refuse_other_adapters(file, arrays)
+    options = _read_options(file, metadata)
     found, unknown = _sort_arrays(file, arrays, layers)
     if unknown or not found:
         some = "; ".join(unknown[:5]) or "no keys of a LoRA"
@@ -389,11 +389,15 @@ def _refuse_other_adapters(file: Path, arrays: Mapping[str, Stored]) -> None:
     for pattern, kind in OTHER_ADAPTERS.items():
         for key in arrays:
             if re.search(pattern, key):
-                raise ValueError(
-                    f"{file} is {kind}, as {key} says, and this course reads LoRA alone, which "
-                    "adds down · up to a weight. Build it into a model by the program that it was "
-                    "made for, and read that model; or get a LoRA."
-                )
+                raise _no_lora(file, kind, key)
+
+
+def _no_lora(file: Path, kind: str, key: str) -> ValueError:
+    return ValueError(
+        f"{file} is {kind}, as {key} says, and this course reads LoRA alone, which adds down · up "
+        "to a weight. Build it into a model by the program that it was made for, and read that "
+        "model; or get a LoRA."
+    )
 
 
 def _made_for(arrays: Mapping[str, Stored], metadata: Mapping[str, str]) -> str:
@@ -420,6 +424,8 @@ def _read_options(file: Path, metadata: Mapping[str, str]) -> dict:
                 "is added to: get one that PEFT saved with path_initial_model_for_weight_conversion"
                 "."
             )
+        if name.endswith("use_dora") and value:  # whose magnitudes may be lost
+            raise _no_lora(file, "DoRA", name)
     return options
 
 
