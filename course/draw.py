@@ -53,7 +53,7 @@ from course.commands import (
 )
 from course.families import CODE, find_code
 from course.finetune.photos import fit_image, open_image
-from course.model.files import read_json, write_bytes
+from course.model.files import read_json, read_text, write_bytes
 from course.model.tokens import say_what_is_plain_text
 from helpers.checkpoints import CHECKPOINT_VARIABLE, Checkpoint, download, read_checkpoint
 from helpers.inputs import check_seed, create_key, say_what_is_unknown
@@ -440,7 +440,7 @@ def read_kept_settings(folder: Path) -> dict[str, str] | None:
     if not file.is_file():
         return None
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{file} cannot be read ({error}): remove it.") from None
     if not isinstance(kept, dict):

@@ -14,6 +14,7 @@ from helpers.places import find_data
 FLAX_WEIGHTS = "unet/diffusion_flax_model.msgpack"  # every pipeline with Flax weights has this file
 CONFIGURATION = ("model_index.json", "*/config.json")  # what says what a model is, a few kilobytes
 NO_WEIGHTS = ("*.json", "*.txt")  # all but the parameters, a few megabytes
+LARGEST_CONFIGURATION = 10**7  # bytes
 
 
 @dataclass(frozen=True)
@@ -198,13 +199,16 @@ def read_configuration(file: Path) -> dict:
     RuntimeError
         If it is missing or damaged.
     """
+    if not file.is_file():
+        raise RuntimeError(f"{file} is missing: give a whole folder in diffusers' format.")
+    size = file.stat().st_size
+    if size > LARGEST_CONFIGURATION:
+        raise RuntimeError(
+            f"{file} has {size / 1e6:.0f} MB, which no configuration has: get it again."
+        )
     try:
         options = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise RuntimeError(
-            f"{file} is missing: give a whole folder in diffusers' format."
-        ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter if it is nested without end
         raise RuntimeError(f"{file} is damaged ({error}): get it again.") from None
     if not isinstance(options, dict):
         raise RuntimeError(f"{file} is damaged (it has no names): get it again.")

@@ -1,6 +1,7 @@
 """Which checkpoint a chapter gets: on a CPU, on an accelerator, and if the reader names one."""
 
 import json
+import os
 import shutil
 from http.server import BaseHTTPRequestHandler
 from types import SimpleNamespace
@@ -291,6 +292,16 @@ def test_a_folder_says_which_model_it_holds(tmp_path):
         models.which_model(tmp_path)
     (tmp_path / "model_index.json").write_text('{"_class_name":')
     with pytest.raises(RuntimeError, match=r"model_index\.json is damaged"):
+        models.which_model(tmp_path)
+    (tmp_path / "model_index.json").write_text('{"a":' * 10**5)
+    with pytest.raises(RuntimeError, match=r"model_index\.json is damaged"):
+        models.which_model(tmp_path)
+    os.truncate(tmp_path / "model_index.json", 2**36)
+    with pytest.raises(RuntimeError, match="has 68719 MB, which no configuration has: get it"):
+        models.which_model(tmp_path)
+    (tmp_path / "model_index.json").unlink()
+    os.mkfifo(tmp_path / "model_index.json")
+    with pytest.raises(RuntimeError, match=r"model_index\.json is missing: give a whole folder"):
         models.which_model(tmp_path)
 
 

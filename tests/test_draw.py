@@ -362,6 +362,34 @@ def test_a_run_that_is_told_to_end_says_how_to_go_on(
     assert sorted(file.name for file in tmp_path.iterdir()) == ["0000000.png", "settings.json"]
 
 
+def test_images_that_do_not_arrive_are_counted(tmp_path, monkeypatch, capsys):
+    """As of actors on other machines, whose folder of this name is their own."""
+    pytest.importorskip("ray", reason="Ray has no wheel for this Python on this system.")
+
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "out"
+    prompts.write_text("a red heart\na blue star\na green ring\n")
+
+    class Drawn:
+        def iter_batches(self, batch_size):
+            write_black(out, draw.Settings("shapes-sd"))
+            return []
+
+    monkeypatch.setattr(draw, "start_ray", lambda *_: None)
+    monkeypatch.setattr(draw, "plan_actors", lambda *_: {"actors": 1})
+    monkeypatch.setattr(draw, "draw_rows", lambda *_, **__: Drawn())
+    assert draw.main([str(prompts), str(out)]) == 1
+    assert f"2 images are not in {out}: they may lie" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_an_image_that_is_not_finite_is_not_written(number):
+    image = np.full((1, 8, 8, 3), 0.5, np.float32)
+    assert (draw.to_bytes(image) == 128).all()
+    image[0, 0, 0, 0] = number
+    with pytest.raises(RuntimeError, match="An image has values that are not finite"):
+        draw.to_bytes(image)
+
+
 def test_a_folder_that_cannot_be_written_is_refused_at_once(prompts, capsys):
     assert draw.main([str(prompts), str(prompts / "out")]) == 1
     assert "out cannot be written (Not a directory): make room, or give" in capsys.readouterr().err
@@ -413,6 +441,9 @@ def test_settings_are_kept_once_and_taken_from_images_where_they_are_not(tmp_pat
         kept.write_text(damaged)
         with pytest.raises(RuntimeError, match=rf"settings\.json {sentence}"):
             draw.find_missing(tmp_path, rows, settings)
+    os.truncate(kept, 2**36)
+    with pytest.raises(RuntimeError, match=r"settings\.json cannot be read .*68719 MB"):
+        draw.find_missing(tmp_path, rows, settings)
 
 
 def test_an_image_of_another_seed_is_none_of_a_folders_own(tmp_path):

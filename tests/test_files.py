@@ -260,6 +260,14 @@ def test_a_folder_that_reaches_out_of_itself_is_not_copied(models, folder, tmp_p
     assert all(file.is_relative_to(tmp_path / "new" / "model") for file in new)
 
 
+def test_a_text_that_is_far_too_large_is_not_copied(models, folder, tmp_path):
+    source = shutil.copytree(folder, tmp_path / "source", copy_function=os.link)
+    (source / "tokenizer" / "notes.txt").touch()
+    os.truncate(source / "tokenizer" / "notes.txt", 2**36)
+    with pytest.raises(ValueError, match=r"notes\.txt has 68719 MB, which no such text has"):
+        sd.save(models["shapes-sd"][0], source, tmp_path / "new")
+
+
 def test_a_full_disk_is_named_and_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def fill(_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -352,6 +360,11 @@ def own_copy(file):
     file.unlink()
     file.write_bytes(data)
     return file
+
+
+def without_end(name, size=10**9):
+    """Let a file have zeros behind it, which take no room on the disk."""
+    return lambda folder: os.truncate(own_copy(folder / name), size)
 
 
 SHARD = "diffusion_pytorch_model-0000{}-of-00003.safetensors"
@@ -461,8 +474,20 @@ REFUSALS = {
         r"diffusion_flax_model\.msgpack is missing, or no file: download",
     ),
     "a text without end": (
-        lambda folder: os.truncate(own_copy(folder / "unet" / "config.json"), 10**9),
+        without_end("unet/config.json"),
         "unet/config.json has 1000 MB, which no such text has: get it again",
+    ),
+    "an index without end": (
+        without_end("model_index.json"),
+        "model_index.json has 1000 MB, which no such text has: get it again",
+    ),
+    "merges without end": (
+        without_end("tokenizer/merges.txt"),
+        "merges.txt has 1000 MB, which no such text has: get it again",
+    ),
+    "a file with zeros without end": (
+        without_end(UNET, 2**36),
+        "damaged or no safetensors: .* not fully covered",
     ),
     "no configuration": (missing("unet/config.json"), "unet/config.json is missing"),
     "no merges": (missing("tokenizer/merges.txt"), "merges.txt is missing: give a whole folder"),
@@ -553,12 +578,16 @@ REFUSALS = {
     ),
     "half Flax' weights": (flax_weights(lambda data: data[:5000]), "holds no parameters of Flax"),
     "a web page for Flax' weights": (flax_weights(lambda data: b"<html>"), "is a web page"),
-    "zeros without end in place of Flax' weights": (
+    "zeros in place of Flax' weights": (
+        flax_weights(lambda data: b"\0" * len(data)),
+        "holds no parameters of Flax",
+    ),
+    "zeros without end behind Flax' weights": (
         lambda folder: [
-            flax_weights(lambda data: b"")(folder),
+            flax_weights(lambda data: data)(folder),
             os.truncate(folder / "unet" / "diffusion_flax_model.msgpack", 2**36),
         ],
-        "holds no parameters of Flax",
+        r"has 68719\.5 MB, and its configuration means at most \d+\.\d MB: get both from the same",
     ),
     "text in place of Flax' weights": (
         flax_weights(lambda data: msgpack_serialize({"conv": {"kernel": "x"}})),
@@ -611,6 +640,20 @@ def test_a_name_that_would_spoil_a_message_is_refused(tmp_path, name):
         read_safetensors(file)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 400
+
+
+def test_more_arrays_than_a_model_has_are_refused(tmp_path):
+    """To read a header takes a while for each, even of those without numbers."""
+    nothing = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"name{n}": nothing for n in range(20_001)}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="has 20001 arrays, which no model here has"):
+        read_safetensors(file)
+    file.write_bytes((10**8).to_bytes(8, "little") + b"{")
+    os.truncate(file, 2 * 10**8)
+    with pytest.raises(ValueError, match="has a header of 100 MB, which no model here has"):
+        read_safetensors(file)
 
 
 @pytest.mark.parametrize("how", REFUSALS)

@@ -551,6 +551,34 @@ BAD_FOLDERS = {
         lambda folder: os.truncate(folder / "metadata.jsonl", 10**9),
         r"metadata.jsonl has 1000 MB, too many for captions",
     ),
+    "a folder in place of captions": (
+        lambda folder: [
+            (folder / "metadata.jsonl").unlink(),
+            (folder / "metadata.jsonl").mkdir(),
+        ],
+        r"metadata\.jsonl is no file: take it out",
+    ),
+    "a pipe in place of captions": (
+        lambda folder: [
+            (folder / "metadata.jsonl").unlink(),
+            os.mkfifo(folder / "metadata.jsonl"),
+        ],
+        r"metadata\.jsonl is no file: take it out",
+    ),
+    "a caption without end": (
+        lambda folder: [
+            write_texts("a star")(folder),
+            os.truncate(folder / "000.txt", 2**36),
+        ],
+        r"000\.txt has 68719 MB, too many for captions",
+    ),
+    "a picture without end": (
+        lambda folder: [
+            Image.new("RGB", (64, 64)).save(folder / "001.png", format="webp"),
+            os.truncate(folder / "001.png", 2**36),
+        ],
+        "001.png has 68719 MB, which no picture has: take it out",
+    ),
     "no image": (
         lambda folder: (folder / "001.png").write_text("<html>"),
         "001.png is damaged, or no image",

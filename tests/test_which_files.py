@@ -713,6 +713,11 @@ def try_peft_no_config(bench):
 def try_dora(bench):
     with pytest.raises(ValueError, match=r"is DoRA, as base_model.*lora_magnitude_vector"):
         bench.lora(STRANGERS / "peft-dora" / "adapter_model.safetensors")
+    folder = shutil.copytree(STRANGERS / "peft-dora", bench.place / "lost")
+    file = folder / "adapter_model.safetensors"
+    tensors = {key: value for key, value in load_file(file).items() if "lora_magnitude" not in key}
+    with pytest.raises(ValueError, match="is DoRA, as use_dora says"):
+        bench.lora(make.save(tensors, file))
     bench.lora(STRANGERS / "dora.safetensors")
 
 
@@ -942,11 +947,44 @@ def try_wrong_word(bench):
         bench.word({"clip_g": np.ones((1, 64), np.float32)})
     with pytest.raises(ValueError, match="has a vector of"):
         bench.word({"toy": np.ones((1, 768), np.float32)})
+    with pytest.raises(ValueError, match=r"has 78 vectors for a word, .* has room for 77 tokens"):
+        bench.word({"toy": np.ones((78, 64), np.float32)})
     bench.word({"clip_l": np.ones((1, 64)), "clip_g": np.ones((1, 64))})
 
 
 def try_pt_word(bench):
     words.read_embedding(bench.place / "toy.pt", bench.params, bench.config, bench.tokenize)
+
+
+READERS = {
+    "a LoRA": lambda bench: bench.lora(bench.file),
+    "a LoRA for FLUX.2": lambda bench: bench.klein_lora(bench.file),
+    "a model": lambda bench: convert.read_single_file(bench.file, bench.config),
+    "a FLUX.2": lambda bench: flux2.read_single_file(bench.file, bench.klein_config),
+    "a word": lambda bench: words.read_embedding(
+        bench.file, bench.params, bench.config, bench.tokenize
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_that_is_far_too_large_is_refused_unread(bench, reader):
+    """Such as a download that was given its size before its bytes: zeros, which take no disk."""
+    make.save({"toy": np.ones((1, 64), np.float32)}, bench.file)
+    for sentence in ("not fully covered", "damaged or no safetensors"):
+        os.truncate(bench.file, 2**36)
+        with pytest.raises(ValueError, match=sentence):
+            READERS[reader](bench)
+        bench.file.write_bytes(b"")  # from here on all of it is zeros
+
+
+def test_a_word_of_more_vectors_than_memory_is_refused_unread(bench):
+    header = {"toy": {"dtype": "F32", "shape": [2**30, 64], "data_offsets": [0, 2**38]}}
+    text = json.dumps(header).encode()
+    bench.file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(bench.file, 8 + len(text) + 2**38)
+    with pytest.raises(ValueError, match="has 1073741824 vectors for a word"):
+        words.read_embedding(bench.file, bench.params, bench.config, bench.tokenize)
 
 
 @pytest.mark.parametrize("name", KINDS)

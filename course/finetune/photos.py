@@ -30,6 +30,8 @@ TABLES = ("metadata.jsonl", "metadata.csv")  # of captions
 ALL_TABLES = re.compile(r"(metadata|captions?|meta_(cap|lat|clean))\.(json|jsonl|csv|tsv|parquet)")
 WANTED = '{"file_name": "a.png", "text": "a caption"}'
 LARGEST_TEXT = 10**8  # bytes, for millions of captions
+# Bytes. Pillow reads WebP and AVIF whole, and refuses 179 million pixels, which have 0.7 GB.
+LARGEST_PICTURE = 10**9
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")  # behind a file's "ftyp"
 
 
@@ -243,6 +245,8 @@ def _read_texts(folder: Path, names: list[str]) -> dict[str, str | None]:
 
 
 def _read_text(file: Path) -> str:
+    if not file.is_file():
+        raise ValueError(f"{file} is no file: take it out.")
     if file.stat().st_size > LARGEST_TEXT:
         raise ValueError(f"{file} has {file.stat().st_size / 1e6:.0f} MB, too many for captions.")
     try:
@@ -258,6 +262,9 @@ def open_image(file: Path) -> Image.Image:
     """
     if not file.is_file():
         raise ValueError(f"{file} is no file, or a link to nothing: take it out.")
+    if file.stat().st_size > LARGEST_PICTURE:
+        size = file.stat().st_size / 1e6
+        raise ValueError(f"{file} has {size:.0f} MB, which no picture has: take it out.")
     try:
         with warnings.catch_warnings():
             # A photo of 100 million pixels is fine; of twice as many, Pillow raises an error.

@@ -36,7 +36,12 @@ A_PICKLE = "a pickle, which can run any program when it is read: get it as safet
 ARCHIVES = (b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!")
 
 LONGEST_NAME = 500  # letters of an array's name
+# Of a file of safetensors. The largest that are read have 3,000 arrays, and a LoRA may say in its
+# header what it was trained on, in some megabytes.
+LARGEST_HEADER = 2 * 10**7  # bytes
+MOST_ARRAYS = 20_000
 LARGEST_TEXT = 10**8  # bytes; the tokenizer of a model with 250,000 tokens has a third of that
+LARGEST_NUMBER = 8  # bytes; a Flax file with more for each number of its part is none
 
 # What a folder may call a part, and what files with parameters are called in a part's folder.
 PART_NAME = re.compile(r"[a-z0-9_]+")
@@ -123,15 +128,26 @@ def find_inside(folder: Path, *names: str) -> Path:
 # Texts.
 
 
-def read_text(file: str | Path) -> str:
-    """Read a text file in UTF-8; errors name the file, as those of ``read_json`` do."""
-    file = Path(file)
+def read_data(file: Path) -> bytes:
+    """Read a file with a text, which may be in no UTF-8.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        If it is missing, no file, or so large that it is no text of a model.
+    """
     if not file.is_file():
         raise FileNotFoundError(f"{file} is missing: give a whole folder in diffusers' format.")
     size = file.stat().st_size
     if size > LARGEST_TEXT:
         raise ValueError(f"{file} has {size / 1e6:.0f} MB, which no such text has: get it again.")
-    data = file.read_bytes()
+    return file.read_bytes()
+
+
+def read_text(file: str | Path) -> str:
+    """Read a text file in UTF-8; errors name the file, as those of ``read_json`` do."""
+    file = Path(file)
+    data = read_data(file)
     try:
         return data.decode("utf-8-sig")  # Windows may write a mark in front
     except UnicodeDecodeError as error:
@@ -311,13 +327,24 @@ def read_safetensors(file: str | Path) -> tuple[dict[str, Stored], dict[str, str
     length = int.from_bytes(start[:8], "little")  # of the header, which is JSON
     if start[8:9] != b"{" or length > file.stat().st_size:
         refuse_other_kinds(file, start)
+    elif length > LARGEST_HEADER:
+        raise ValueError(
+            f"{file} has a header of {length / 1e6:.0f} MB, which no model here has: get it from a "
+            "source that you trust."
+        )
     try:
         opened = safe_open(file, framework="numpy")
     except SafetensorError as error:
         why = f"{file} is damaged or no safetensors: {error}. Get it again."
         raise ValueError(why) from None
+    names = opened.offset_keys()  # in the order of the numbers
+    if len(names) > MOST_ARRAYS:
+        raise ValueError(
+            f"{file} has {len(names)} arrays, which no model here has: get it from a source "
+            "that you trust."
+        )
     arrays = {}
-    for name in opened.offset_keys():  # in the order of the numbers
+    for name in names:
         check_name(file, name)
         entry = opened.get_slice(name)
         kind = entry.get_dtype()
@@ -619,10 +646,13 @@ def _why_nothing_is_read(folder: Path, variant: str | None) -> str:
     return f"{folder} has no parameters that can be read, but {there}: {advice}."
 
 
-def read_part(folder: Path, variant: str | None = None) -> dict[str, Stored | np.ndarray]:
+def read_part(
+    folder: Path, variant: str | None = None, shapes: Mapping[str, Any] | None = None
+) -> dict[str, Stored | np.ndarray]:
     """Return the parameters of one part by the names in files, with our order of axes.
 
-    Those in safetensors stay on disk until they are used.
+    Those in safetensors stay on disk until they are used. Those of Flax are read, unless their file
+    is far larger than what a model needs: ``shapes`` are that, by the names in files.
 
     Raises
     ------
@@ -633,6 +663,7 @@ def read_part(folder: Path, variant: str | None = None) -> dict[str, Stored | np
     places = {}  # in which file each of them is
     for file in find_files(folder, variant):
         if file.suffix == ".msgpack":
+            check_size(file, shapes)
             arrays = read_flax(file)
         else:
             arrays = {}
@@ -659,6 +690,22 @@ def new_name(name: str) -> str:
     for old, new in OLD_NAMES.items():
         name = name.replace(f"attentions.0.{old}.", f"attentions.0.{new}.")
     return name
+
+
+def check_size(file: Path, shapes: Mapping[str, Any] | None) -> None:
+    """Raise ``ValueError`` if a file with whole arrays is far larger than those with such shapes.
+
+    To read it takes twice its size of memory, even if most of it is nothing.
+    """
+    if shapes is None or not file.is_file():
+        return
+    numbers = sum(math.prod(each.shape) for each in shapes.values())
+    largest = LARGEST_NUMBER * numbers + LONGEST_NAME * len(shapes)
+    if file.stat().st_size > largest:
+        raise ValueError(
+            f"{file} has {file.stat().st_size / 1e6:.1f} MB, and its configuration means at most "
+            f"{largest / 1e6:.1f} MB: get both from the same model."
+        )
 
 
 def read_flax(file: Path) -> dict[str, np.ndarray]:
@@ -747,7 +794,7 @@ def read_parts(
     stored = {}
     for part, needed in shapes.items():
         single = unstack_layers(needed)
-        stored[part] = read_part(find_inside(folder, part), variant)
+        stored[part] = read_part(find_inside(folder, part), variant, single)
         read = {}
         for name, value in stored[part].items():
             if name in single or is_unread is None or not is_unread(part, name):
@@ -898,7 +945,7 @@ def read_settings(
         texts[name] = {}
         for file in sorted(file.name for file in folder.iterdir()):
             if file.endswith((".json", ".txt", ".jinja")) and ".index" not in file:
-                texts[name][file] = find_inside(folder, file).read_bytes()
+                texts[name][file] = read_data(find_inside(folder, file))
     return index, texts
 
 

@@ -258,7 +258,7 @@ def _read_other_folder(
     folder: Path, part: str, shapes: Mapping[str, Any], naming: Naming
 ) -> dict[str, Stored | np.ndarray]:
     """Return the arrays of a part that comes from a folder in diffusers' format."""
-    arrays = read_part(folder)
+    arrays = read_part(folder, shapes=shapes)
     taken = {}
     for name, needed in shapes.items():
         value = arrays.get(name)

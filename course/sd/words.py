@@ -4,6 +4,7 @@ The embeddings of a word are in a file of their own (textual inversion, arXiv:22
 trained with a LoRA, that file is beside the LoRA's.
 """
 
+import math
 import re
 import reprlib
 import warnings
@@ -85,11 +86,6 @@ def _append_word(
     if not is_word or len(encoder.split(word)) == 1:
         raise _not_new(word)
     number = len(vectors["text_encoder"])
-    if number > encoder.room:
-        raise ValueError(
-            f"The word {word!r} has {number} vectors, and a prompt has room for {encoder.room} "
-            "tokens: get one with fewer."
-        )
     tokenize = tokenize.with_word(word, number)
     changed = dict(params)
     texts = []
@@ -208,6 +204,12 @@ def read_embedding(
             raise ValueError(
                 f"{file} has a vector of {value.shape}, and this model's have {text.hidden_size} "
                 "numbers."
+            )
+        number, room = math.prod(value.shape[:-1]), tokenize.encoders[0].room
+        if number > room:
+            raise ValueError(
+                f"{file} has {number} vectors for a word, and a prompt has room for {room} tokens: "
+                "get one with fewer."
             )
         vectors[part] = np.asarray(value, np.float32).reshape(-1, text.hidden_size)
     if len({len(rows) for rows in vectors.values()}) > 1:
