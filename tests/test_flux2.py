@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from course import flux2
-from course.flux2 import in_turn, transformer, vae
+from course.flux2 import in_turn, offload, transformer, vae
 from course.model.files import to_channels_last, to_files, unstack_layers
 from course.model.quantize import quantize
 from tests.makers import files as make
@@ -269,6 +269,8 @@ IN_TURN = {
     "edited": {"images": 2},
     "of two images": {"images": (1, 2), "batch": 2},
     "in int8": {"int8": True},
+    "from the host's memory": {"offload": True, "guidance": 4.0},
+    "in int8 from the host's memory": {"offload": True, "int8": True},
 }
 
 
@@ -279,6 +281,7 @@ def test_one_part_after_the_other_draws_what_all_at_once_draw(folder, model, mon
     noise = noise_for(prompts, 64, 64)
     options = dict(options)
     int8, batch = options.pop("int8", False), options.pop("batch", 1)
+    offloads = options.pop("offload", False)
     if "images" in options:
         counts = np.atleast_1d(options["images"])  # of images, and of those for a prompt
         options["images"] = made_up_input("images", *counts, 64, 64, 3).clip(0, 1)
@@ -299,13 +302,54 @@ def test_one_part_after_the_other_draws_what_all_at_once_draw(folder, model, mon
         assert held[-1] < own + 100_000
         return read
 
+    waited = []
+
+    def wait(p, device):
+        waited.append("transformer" if "x_embedder.weight" in p else "text_encoder")
+        return offload.blocks_on_host(p, device)
+
     monkeypatch.setattr(in_turn, "load", load)
+    monkeypatch.setattr(in_turn, "blocks_on_host", wait)
     found = flux2.generate_in_turn(
-        folder, prompts, noise, 64, 64, STEPS, **options, dtype=jnp.float32, int8=int8, batch=batch
+        folder,
+        prompts,
+        noise,
+        64,
+        64,
+        STEPS,
+        **options,
+        dtype=jnp.float32,
+        int8=int8,
+        offload=offloads,
+        batch=batch,
     )
+    assert waited == (["text_encoder", "transformer"] if offloads else [])
     assert len(held) == (4 if "images" in options else 3)
     # What is rounded to int8 in each step may fall to the other side of a half.
     assert farthest(found, expected) < (3 if int8 else 0.1) / 255
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_of_a_part_the_matrices_of_blocks_alone_wait_in_the_hosts_memory(model, int8):
+    p = model[0]["transformer"]
+    p = quantize(p) if int8 else p
+    placed = offload.blocks_on_host(dict(p), jax.devices()[0])
+    assert placed.keys() == p.keys()
+    waiting = {name for name, value in placed.items() if isinstance(value, offload.Waiting)}
+    assert waiting == {name for name, value in p.items() if "*" in name and len(value.shape) == 3}
+    for name, value in placed.items():
+        matrix = getattr(value, "weight", value)
+        matrix = getattr(matrix, "values", matrix)
+        kind = matrix.sharding.memory_kind
+        assert kind == ("pinned_host" if name in waiting else "device"), name
+
+
+def test_a_device_without_memory_kinds_is_told_so_before_anything_is_read(folder, monkeypatch):
+    monkeypatch.setattr(offload, "HOST", "no kind of memory")
+    monkeypatch.setattr(in_turn, "load", None)
+    noise = flux2.random_tokens(jax.random.key(0), flux2.read_config(folder), 1, 64, 64)
+    with pytest.raises(ValueError, match="keeps no arrays in the host's memory"):
+        flux2.generate_in_turn(folder, ["a"], noise, 64, 64, offload=True)
 
 
 # Files.

@@ -30,6 +30,15 @@ def test_the_compiler_counts_about_the_same_operations(part):
     assert counted == pytest.approx(FLOPS[part], rel=0.05)
 
 
+@pytest.mark.parametrize("part", ["encode", "step"])
+def test_with_weights_on_the_host_a_part_takes_less_than_a_sixth_of_the_device(part):
+    whole = PROGRAMS[f"{part}, v5e, one chip"]
+    waiting = PROGRAMS[f"{part}, v5e, one chip, from the host"]
+    assert waiting.parameters + waiting.on_host == whole.parameters
+    assert waiting.report.memory.total < whole.report.memory.total / 6
+    assert waiting.report.work.flops == whole.report.work.flops
+
+
 @pytest.mark.parametrize(
     "program", ["draw, v5e", "draw, v6e", "draw guided, v5e", "edit, v5e", "Z-Image step, v5e"]
 )

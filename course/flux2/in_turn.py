@@ -12,6 +12,7 @@ import numpy as np
 from course.flux2 import vae
 from course.flux2.configs import read_config
 from course.flux2.folders import load
+from course.flux2.offload import blocks_on_host, find_host_memory
 from course.flux2.pipeline import (
     STATIC,
     check_images,
@@ -20,6 +21,7 @@ from course.flux2.pipeline import (
     encode_images,
     encode_prompts,
 )
+from course.flux2.tokenizer import Tokenizer
 from course.model.guidance import is_guided
 from course.model.quantize import quantize
 
@@ -37,6 +39,7 @@ def generate_in_turn(
     *,
     dtype: Any = jnp.bfloat16,
     int8: bool = False,
+    offload: bool = False,
     batch: int = 1,
 ) -> np.ndarray:
     """Do what ``generate`` does, from a folder, with one part of the model after the other.
@@ -57,6 +60,10 @@ def generate_in_turn(
     int8 : bool
         Whether to round the transformer's weights, as ``course.model.quantize`` does. That happens
         on the host, so the device never holds them in ``dtype``.
+    offload : bool
+        Whether the weights of the text encoder's layers and of the transformer's blocks stay in the
+        host's memory, and come to the device one block at a time. That takes longer: the
+        transformer's come over in each step.
     batch : int
         How many images to draw and to decode at a time.
 
@@ -68,7 +75,8 @@ def generate_in_turn(
     Raises
     ------
     FileNotFoundError, ValueError
-        As ``load`` and ``generate`` do, or if there are no prompts, or ``batch`` is below 1.
+        As ``load`` and ``generate`` do, or if there are no prompts, ``batch`` is below 1, or the
+        device can read no weights from the host's memory.
     """
     if guidance is not None and not is_guided(guidance):
         guidance = None
@@ -79,11 +87,13 @@ def generate_in_turn(
     check_noise(noise, config, len(prompts), **size)
     if images is not None:
         check_images(images, len(prompts), **size)
+    if offload:
+        find_host_memory(jax.devices()[0])  # which raises ValueError where there is none
 
     # The parameters of a part are those of one function, and go when it returns.
 
     def encode_texts() -> tuple[np.ndarray, np.ndarray | None]:
-        params, _, tokenize = load(folder, dtype, parts=("text_encoder",))
+        params, tokenize = _load_part(folder, dtype, "text_encoder", offload=offload)
         encode = functools.partial(
             jax.jit(encode_prompts, static_argnames="config"), params, config
         )
@@ -100,11 +110,7 @@ def generate_in_turn(
         return tokens.reshape(len(images), -1, tokens.shape[-1])
 
     def draw(encoded: np.ndarray, empty: np.ndarray | None, reference: Any) -> np.ndarray:
-        host = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-        params, _, _ = load(folder, dtype, host if int8 else None, parts=("transformer",))
-        if int8:
-            rounded = {"transformer": quantize(params["transformer"])}
-            params = jax.device_put(rounded, jax.devices()[0])
+        params, _ = _load_part(folder, dtype, "transformer", int8, offload)
         program = jax.jit(denoise, static_argnames=(*STATIC, "guidance"))
 
         def draw_some(noise: Any, prompt: np.ndarray, own: Any = None) -> jax.Array:
@@ -124,6 +130,25 @@ def generate_in_turn(
     encoded, empty = encode_texts()
     reference = None if images is None else encode_references()
     return decode(draw(encoded, empty, reference))
+
+
+def _load_part(
+    folder: str | Path, dtype: Any, part: str, int8: bool = False, offload: bool = False
+) -> tuple[dict, Tokenizer]:
+    """Read a part: first to the host, where its weights are rounded or wait."""
+    if not int8 and not offload:
+        params, _, tokenize = load(folder, dtype, parts=(part,))
+        return params, tokenize
+    device = jax.devices()[0]
+    cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    params, _, tokenize = load(folder, dtype, cpu, parts=(part,))
+    if int8:
+        params[part] = quantize(params[part])
+    if offload:
+        params[part] = blocks_on_host(params[part], device)
+    else:
+        params = jax.device_put(params, device)
+    return params, tokenize
 
 
 def _in_batches(function: Callable, batch: int, *arrays: Any) -> np.ndarray:

@@ -248,6 +248,7 @@ class Split:
     parameters: int  #: bytes on each chip
     report: Report
     exchanges: tuple[Exchange, ...]
+    on_host: int = 0  #: bytes of parameters that wait in the host's memory
 
     @property
     def exchanged(self) -> int:
@@ -302,6 +303,7 @@ def read_split(row: dict) -> Split:
         parameters=answer["parameters"],
         report=read_report(row),
         exchanges=tuple(Exchange(**exchange) for exchange in answer["exchanges"]),
+        on_host=answer.get("on_host", 0),
     )
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from course import flux2, sd
 from course.families import Config, code_of
+from course.flux2.offload import HOST
 from course.model.attention import check_whole_heads, plain
 from course.sd.unet import Condition, blocks
 from course.tpu.chips import tpu_devices
@@ -160,9 +161,11 @@ def split_as_far_as(mesh: Mesh, shape: tuple[int, ...], *axes: str | None) -> Na
 
 
 def bytes_on_chip(params: dict) -> int:
-    """Return the bytes of the parameters on each chip."""
+    """Return the bytes of the parameters on each chip, without those that wait on its host."""
     total = 0
     for shape in jax.tree.leaves(params):
+        if shape.sharding and shape.sharding.memory_kind == HOST:
+            continue
         sides = shape.sharding.shard_shape(shape.shape) if shape.sharding else shape.shape
         total += math.prod(sides) * shape.dtype.itemsize
     return total

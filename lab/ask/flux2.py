@@ -14,12 +14,14 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from course import flux2
 from course.flux2 import transformer
-from course.tpu.pieces import Piece, array
+from course.flux2.offload import HOST, Waiting, is_block_matrix
+from course.tpu.chips import tpu_devices
+from course.tpu.pieces import Piece, array, tree_bytes
 from course.tpu.records import answer_of
 from course.tpu.splits import ask_split, bytes_on_chip, make_mesh, place
 
@@ -63,6 +65,8 @@ QUESTIONS = [
     ("step", "v5e", "sequence"),
     ("encode", "v5e", "one chip"),
     ("decode", "v5e", "one chip"),
+    ("step", "v5e", "one chip", "from the host"),
+    ("encode", "v5e", "one chip", "from the host"),
     ("edit", "v5e", "one chip"),
     ("draw", "v5e", "data by the partitioner"),
     ("draw", "v5e", "data"),
@@ -236,6 +240,17 @@ def cut_parameters(p: dict) -> dict:
     return found
 
 
+def wait_on_host(p: dict) -> dict:
+    """Return a part's shapes, those of its blocks' matrices in the memory of a v5e's host."""
+    on_host = SingleDeviceSharding(tpu_devices("v5e")[0], memory_kind=HOST)
+    found = {}
+    for name, shape in p.items():
+        if is_block_matrix(name, shape.shape):
+            shape = Waiting(shape.update(sharding=on_host))
+        found[name] = shape
+    return found
+
+
 class Variant(NamedTuple):
     changed: dict[str, Callable]  # functions of course.flux2.transformer
     parameters: Callable[[dict], dict] = lambda p: p
@@ -247,6 +262,8 @@ VARIANTS = {
     "flash": Variant({"attention": flash}),
     # Split over chips, each part of a fused matrix by itself, so that heads stay whole.
     "parts apart": Variant({"linear": linear_by_parts}, cut_parameters),
+    # The weights of blocks come to the device one block at a time.
+    "from the host": Variant({}, wait_on_host),
 }
 
 
@@ -286,7 +303,9 @@ def answer(part: str, chip: str, way: str, variant: str) -> dict:
             )
         piece = take_part(part, split, variant)
         held = bytes_on_chip(piece.arguments[0])
-        return answer_of(piece.ask(chip), mesh={}, images=split.images, parameters=held)
+        more = {"mesh": {}, "images": split.images, "parameters": held}
+        waiting = tree_bytes(piece.arguments[0]) - held
+        return answer_of(piece.ask(chip), **more | ({"on_host": waiting} if waiting else {}))
 
 
 def take_part(
@@ -300,9 +319,7 @@ def take_part(
         params = place(params, flux2.shardings(CONFIG, mesh, way.rules))
         for key, shape in inputs.items():
             inputs[key] = place(shape, NamedSharding(mesh, way.spec if shape.shape else P()))
-    chosen = {model: params[model] for model in part.models}
-    if "transformer" in chosen:
-        chosen["transformer"] = VARIANTS[variant].parameters(chosen["transformer"])
+    chosen = {model: VARIANTS[variant].parameters(params[model]) for model in part.models}
 
     # JAX has not traced this function before: of a part itself, a variant would get the trace.
     def function(*arguments):
