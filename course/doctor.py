@@ -1,7 +1,10 @@
 """What is installed, what JAX sees, and what to do about it: ``python -m course.doctor``.
 
-Prints one page, and exits with 1 if there is a problem. Each check imports what it needs, as a
-package that is missing is a problem like others.
+Prints one page, and exits with 1 if there is a problem. MODEL, if you give one or several, is a
+folder in diffusers' format, a Hub id or a bundled name: the page says which model it is and how
+large, and names what a folder lacks. Of one on the Hub only the configuration is downloaded.
+
+Each check imports what it needs, as a package that is missing is a problem like others.
 """
 
 import argparse
@@ -125,6 +128,30 @@ def check_checkpoints(checkpoints: Path | None = None) -> Iterator[str]:
             yield f"{error} ({find_repair()})"
 
 
+def check_models(names: Sequence[str]) -> Iterator[str]:
+    """Say which models somebody has; one that no command could load is a problem."""
+    from course.families import find_code
+    from helpers.models import MODELS, NO_WEIGHTS, find_local, find_model, which_model
+
+    for name in names:
+        try:
+            folder = find_model(name, only=NO_WEIGHTS)
+            code = find_code(folder)
+            config = code.read_config(folder)
+            if find_local(name):
+                code.read_files(folder, config)  # names and shapes, as numbers stay on the disk
+        except Exception as error:  # damaged files raise errors of many kinds
+            yield str(error)
+            continue
+        parts = code.parameter_shapes(config).values()
+        count = sum(shape.size for shapes in parts for shape in shapes.values())
+        pipeline = MODELS[which_model(folder)].pipeline.removeprefix("Flax")
+        print(
+            f"Model {name}: {pipeline}, {count / 1e9:.3f} billion parameters, "
+            f"{2 * count / GIB:.2f} GiB in bfloat16"
+        )
+
+
 def check_hub() -> Iterator[str]:
     """Say whether the Hugging Face Hub answers; the chapters run without it, too."""
     from huggingface_hub import constants
@@ -180,11 +207,17 @@ def check_memory_and_disk() -> Iterator[str]:
             )
 
 
-def print_page(_: argparse.Namespace) -> int:
+def print_page(options: argparse.Namespace) -> int:
     """Print what all checks say, and return the exit status: 1 if there is a problem, else 0."""
     problems = [*check_packages(), *check_jax()]
     print()
     checks = [check_devices, check_checkpoints, check_hub, check_memory_and_disk]
+
+    def check_own_models() -> Iterator[str]:
+        return check_models(options.models)
+
+    if options.models:
+        checks.append(check_own_models)
     if "jax" not in sys.modules:
         checks = []  # they all need it
     for check in checks:
@@ -201,7 +234,9 @@ def print_page(_: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return run(make_parser("course.doctor", __doc__), print_page, arguments)
+    parser = make_parser("course.doctor", __doc__)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="a folder, a Hub id or a name")
+    return run(parser, print_page, arguments)
 
 
 if __name__ == "__main__":
