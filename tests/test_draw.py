@@ -49,10 +49,10 @@ def ray():
         # Ray gives its processes a fixed time to start, which one core alone may not suffice for.
         own_cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, range(os.cpu_count()))
-        draw.start_ray(cpus=3)
+        draw.start_ray(cpus=2)
         os.sched_setaffinity(0, own_cores)
     else:
-        draw.start_ray(cpus=3)
+        draw.start_ray(cpus=2)
     yield ray
     ray.shutdown()
 
@@ -91,8 +91,8 @@ def test_an_image_says_what_it_follows_from(by_one, checkpoint):
         }
 
 
-def test_three_actors_draw_the_same_images_and_each_once(by_one, prompts, tmp_path, capsys):
-    options = parse(prompts, tmp_path, "--actors", 3, "--batch", 2)
+def test_two_actors_draw_the_same_images_and_each_once(by_one, prompts, tmp_path, capsys):
+    options = parse(prompts, tmp_path, "--actors", 2, "--batch", 2)
     draw.draw_missing(options)
     output = capsys.readouterr()
     assert "7 prompts, of which 0 are drawn already" in output.out
