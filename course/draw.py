@@ -49,6 +49,7 @@ from course.commands import (
     make_parser,
     positive,
     run,
+    seconds,
     writing_to,
 )
 from course.families import CODE, find_code
@@ -638,7 +639,7 @@ def draw_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--patience",
-        type=finite,
+        type=seconds,
         default=PATIENCE,
         metavar="SECONDS",
         help="give up if no batch is finished for so long; default %(default)s",

@@ -461,6 +461,7 @@ def test_an_image_of_another_seed_is_none_of_a_folders_own(tmp_path):
         ("--steps", "3000000000", "argument --steps: 3000000000 is too large: give less than"),
         ("--guidance", "nan", "argument --guidance: nan is no finite number of 32 bits: give one"),
         ("--patience", "1e39", "argument --patience: 1e39 is no finite number of 32 bits"),
+        ("--patience", "0", "argument --patience: 0 is too short: give seconds above 0"),
     ],
 )
 def test_a_number_out_of_range_is_refused(prompts, tmp_path, capsys, option, value, sentence):
