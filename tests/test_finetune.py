@@ -607,6 +607,12 @@ def test_a_bad_folder_of_images_is_refused_in_a_sentence(folders, tmp_path, how)
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["new/000.png", "nothing"])
+def test_what_is_no_folder_of_images_is_refused(folders, name):
+    with pytest.raises(FileNotFoundError, match="is no folder: give one with pictures"):
+        photos.read_folder(folders / name, 64, 64)
+
+
 BAD_COMMANDS = {
     "a rank of 0": (["--rank", "0"], "rank is 0: choose 1 to 10000"),
     "nothing new": (
@@ -616,7 +622,10 @@ BAD_COMMANDS = {
     "unknown layers": (["--layers", "text"], "There are no layers 'text': choose attention or all"),
     "one step": (["--steps", "1"], "steps is 1: choose 2 to 1e+07"),
     "a batch that no machine holds": (["--batch", "1000000000"], "choose 1 to 10000"),
-    "images that no machine holds": (["--size", "1600000000"], "There is not enough memory ("),
+    "images that no machine holds": (
+        ["--size", "1099511627776"],
+        "--size is 1099511627776: give at most 16384.",
+    ),
     "saving at no step": (["--save-every", "0"], "save_every is 0: choose 1 or more"),
     "a rate that is no number": (["--rate", "nan"], "rate is nan: choose 0 to 1"),
     "a share of 5": (["--dropped", "5"], "dropped is 5.0: choose 0 to 1"),
@@ -631,6 +640,8 @@ BAD_COMMANDS = {
     "a known word": (["--word", "heart"], "'heart' is no new word"),
     "two words": (["--word", "bow tie"], "'bow tie' is no new word"),
     "a word that takes minutes": (["--word", "bow" * 9000], "is no new word: choose one"),
+    "a word like a space": (["--like", " "], "' ' is no word that the model knows: say what"),
+    "a sign for a byte": (["--word", "İ"], "'İ' is no new word: choose one"),
     "a word like nothing": (["--like", ""], "Give --word and --like together"),
     "no model": (["--model", "nowhere"], "nowhere is no folder, no Hub id"),
 }

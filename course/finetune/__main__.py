@@ -48,6 +48,7 @@ from course.finetune.training import (
     usual_recipe,
 )
 from course.sd.words import add_word, save_word, word_file
+from course.tpu.programs import LARGEST_SIDE
 from helpers import find_model, simulate_devices
 from helpers.models import NO_WEIGHTS
 
@@ -166,6 +167,8 @@ def check_model(options: argparse.Namespace, config: Config, recipe: Recipe) -> 
     side = config.side if options.size is None else options.size
     if side < 1 or side % config.side_multiple:
         raise ValueError(f"--size is {side}: give a multiple of {config.side_multiple}.")
+    if side > LARGEST_SIDE:
+        raise ValueError(f"--size is {side}: give at most {LARGEST_SIDE}.")
     return side
 
 

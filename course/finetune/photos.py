@@ -144,6 +144,8 @@ def read_references(
 
 def _find_images(folder: Path) -> list[str]:
     """Return the names of a folder's pictures, sorted."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: give one with pictures.")
     names = sorted(file.name for file in folder.glob("[!.]*"))
     for name in names:
         if name.lower().endswith((".heic", ".heif")):

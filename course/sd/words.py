@@ -61,7 +61,10 @@ def add_word(
     if not re.fullmatch(r"\w+", word):
         raise _not_new(word)
     table = params["text_encoder"][EMBEDDINGS]
-    known = table[np.array(encoder.split(like))]  # (tokens, channels)
+    tokens = encoder.split(like)
+    if not tokens:
+        raise ValueError(f"{like!r} is no word that the model knows: say what {word} is like.")
+    known = table[np.array(tokens)]  # (tokens, channels)
     vectors = {"text_encoder": known.mean(axis=0)[None]}
     return _append_word(params, config, tokenize, word, vectors)
 
@@ -83,7 +86,8 @@ def _append_word(
     """
     encoder = tokenize.encoders[0]
     is_word = len(word) <= MOST_LETTERS and len(word.split()) == 1
-    if not is_word or len(encoder.split(word)) == 1:
+    is_known = len(encoder.split(word)) == 1 or encoder.splitter.token_to_id(word) is not None
+    if not is_word or is_known:
         raise _not_new(word)
     number = len(vectors["text_encoder"])
     tokenize = tokenize.with_word(word, number)
