@@ -805,22 +805,43 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 
 def test_the_shipped_lora_draws_bow_ties_and_forgets_nothing():
     """A few of the images of the record ``score/finetune``, far below its scores."""
-    few = {kind: captions[:8] for kind, captions in scores.KINDS.items()}
-    found = scores.score(scores.read_images(SHIPPED, few), few)
+    few = {kind: named[:8] for kind, named in scores.captions_of("shapes-sd").items()}
+    found = scores.score(scores.read_images("shapes-sd", SHIPPED, few), few)
     assert min(found.values()) >= 0.5, found
     assert SHIPPED.stat().st_size + words.word_file(SHIPPED).stat().st_size <= 1.5e6
 
 
-def test_the_record_has_every_seed_and_keeps_what_the_course_promises():
+def test_the_record_has_every_seed_of_both_models():
     rows = read_record("score/finetune")
     assert [row["question"] for row in rows] == scores.questions(rows)
-    before, *trained = (row["answer"] for row in rows)
-    for rehearsed, forgetful in zip(trained[::2], trained[1::2], strict=True):
+
+
+def runs_of(model: str, way: str) -> list[dict]:
+    """What was recorded of a model's seeds."""
+    rows = read_record("score/finetune")
+    wanted = {"model": model, "way": way}
+    return [row["answer"] for row in rows if wanted.items() <= row["question"].items()]
+
+
+def test_stable_diffusion_learned_what_the_course_promises():
+    (before,) = runs_of("shapes-sd", "before")
+    rehearsals = runs_of("shapes-sd", "with rehearsal")
+    for rehearsed, forgetful in zip(
+        rehearsals, runs_of("shapes-sd", "without rehearsal"), strict=True
+    ):
         assert rehearsed["colors of the examples"] >= 0.85
         assert rehearsed["other colors"] >= 0.75
         assert rehearsed["old captions"] >= round(before["old captions"] - 0.03, 2)
         assert rehearsed["old captions"] > forgetful["old captions"]
         assert rehearsed["bytes"] <= 1.5e6
+
+
+def test_klein_learned_the_shape_and_kept_most_of_the_others():
+    (before,) = runs_of("shapes-flux2", "before")
+    for run in runs_of("shapes-flux2", "with rehearsal"):
+        assert min(run["colors of the examples"], run["other colors"]) >= 0.5
+        assert run["old captions"] >= before["old captions"] - 0.15
+        assert run["bytes"] <= 1e6
 
 
 def test_pytorch_draws_the_same_with_the_shipped_files():
