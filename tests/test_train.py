@@ -229,6 +229,7 @@ def test_the_command_trains_all_in_order_and_writes_the_checkpoints(tmp_path, mo
         ("shapes-sdxl", 600, True),
         ("flux2", 1150, False),
         ("reflow-0", 80, False),
+        ("dmd-0", 20, True),
     ]
     for name in ("shapes-sd", "shapes-sdxl", "shapes-flux2", "shapes-few"):
         assert (tmp_path / "checkpoints" / name / "model_index.json").is_file()
@@ -524,7 +525,6 @@ def made_up_examples() -> dict[str, jax.Array]:
         "clean": clean,
         "noise": clean * jnp.e,
         "here": here,
-        "there": clean * jnp.exp(until)[:, None, None],
         "teach": lambda x, times, rows=few_steps.ALL: x,
         "times": times,
         "until": until,
@@ -542,18 +542,15 @@ def exact_average(p, config, x, text, times, reference, until):
     return x * share[:, None, None]
 
 
-def test_the_losses_of_flow_maps_are_0_for_the_exact_average_velocity(monkeypatch):
+def test_the_loss_of_a_flow_map_is_0_for_the_exact_average_velocity(monkeypatch):
     batch = made_up_examples()
     monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
     monkeypatch.setattr(flow, "predict", exact_average)
     assert 0 < int((batch["times"] > batch["until"]).sum()) < 8
-    losses = few_steps.regression_loss, few_steps.meanflow_loss
-    for loss in losses:
-        found = loss({"transformer": {}}, batch, FLOW_CONFIG)
-        assert float(found) == pytest.approx(0, abs=1e-5), loss
+    loss = few_steps.meanflow_loss({"transformer": {}}, batch, FLOW_CONFIG)
+    assert float(loss) == pytest.approx(0, abs=1e-5)
     monkeypatch.setattr(flow, "predict", lambda p, config, x, *_: x)  # the velocity itself
-    for loss in losses:
-        assert float(loss({"transformer": {}}, batch, FLOW_CONFIG)) > 1, loss
+    assert float(few_steps.meanflow_loss({"transformer": {}}, batch, FLOW_CONFIG)) > 1
 
 
 def test_a_shortcut_learns_two_steps_of_the_teacher_and_its_own_two_halves(monkeypatch):
@@ -641,38 +638,79 @@ def test_reflow_learns_the_line_between_the_ends_of_a_path(monkeypatch):
     np.testing.assert_array_equal(seen, [np.ones(8), batch["times"]])
 
 
-@pytest.mark.parametrize("way", ["reflow", "regression"])
-def test_a_student_learns_to_go_on_from_where_it_arrives_itself(way, monkeypatch):
+def test_a_student_learns_to_go_on_from_where_it_arrives_itself(monkeypatch):
     batch = made_up_examples()
     is_own = jnp.arange(8) % 2 == 0
-    batch |= {"is_own": is_own, "until": jnp.zeros(8), "there": batch["clean"]}
-    places = batch["here"]
-    if way == "reflow":
-        way_to_noise = batch["noise"] - batch["clean"]
-        places = batch["clean"] + batch["times"][:, None, None] * way_to_noise
+    batch |= {"is_own": is_own}
+    line = batch["noise"] - batch["clean"]
     seen = []
 
     def predict(p, config, mixed, text, times, reference, until):
-        seen.append((mixed, until))
+        seen.append(mixed)
         return jnp.full_like(mixed, 0.5)
 
     monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
     monkeypatch.setattr(flow, "predict", predict)
-    loss = few_steps.WAYS[way].loss({"transformer": {}}, batch, FLOW_CONFIG)
-    own = is_own[:, None, None]
+    loss = few_steps.reflow_loss({"transformer": {}}, batch, FLOW_CONFIG)
     times = batch["times"][:, None, None]
-    expected = jnp.where(own, batch["noise"] - (1 - times) * 0.5, places)
-    (first, to), (second, _) = seen
+    arrived, on_line = batch["noise"] - (1 - times) * 0.5, batch["clean"] + times * line
+    expected = jnp.where(is_own[:, None, None], arrived, on_line)
+    first, second = seen
     np.testing.assert_array_equal(first, batch["noise"])
     np.testing.assert_allclose(second, expected, atol=1e-5)
-    end, goal = batch["noise"] - 0.5, batch["clean"]
-    if way == "regression":  # its first step goes no further than its second one starts
-        np.testing.assert_array_equal(to, jnp.where(is_own, batch["times"], 0))
-        end = jnp.where(own, expected, end)
-        goal = jnp.where(own, batch["here"], goal)
-    errors = end - goal, expected - times * 0.5 - batch["clean"]
+    errors = batch["noise"] - 0.5 - batch["clean"], expected - times * 0.5 - batch["clean"]
     mean = sum(float(few_steps.huber(error)) for error in errors) / 2
     assert float(loss) == pytest.approx(mean, rel=1e-4)
+
+
+def test_a_student_goes_where_the_teacher_finds_an_image_more_likely_than_its_critic(monkeypatch):
+    """Each network sees one image in whatever noise: the teacher 2, the critic 1, the student 0."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    levels, more_noise = few_steps.random_levels(keys[0], (8, 16, 16))
+    assert levels.min() >= few_steps.LEAST_LEVEL and levels.max() <= 1 - few_steps.LEAST_LEVEL
+    assert (levels[0] != levels[1]).all()
+
+    def velocity_to(image, x, times):
+        return (x - image) / times[:, None, None]
+
+    batch = {
+        "noise": jnp.zeros((8, 16, 16)),
+        "new_noise": jax.random.normal(keys[1], (8, 16, 16)),
+        "teach": lambda x, times: velocity_to(2, x, times),
+        "text": jnp.zeros((8, 20, 1)),
+        "reference": jnp.zeros((2, 16, 16)),
+        "levels": levels,
+        "more_noise": more_noise,
+        "ids": jnp.zeros((8, 20), jnp.int32),
+        "mask": jnp.ones((8, 20), bool),
+    }
+    seen = []
+
+    def predict(p, config, x, text, times, reference, until=None):
+        assert until is None
+        if p["name"] == "student":
+            seen.append((x, times))
+        return velocity_to(p["image"], x, times)
+
+    monkeypatch.setattr(flux2, "encode_prompts", lambda *_: jnp.zeros((8, 20, 1)))
+    monkeypatch.setattr(flow, "predict", predict)
+
+    def parts(image, critic):
+        networks = {"transformer": (image, "student"), few_steps.CRITIC: (critic, "critic")}
+        return {part: {"image": each, "name": name} for part, (each, name) in networks.items()}
+
+    def loss(image, critic):
+        return few_steps.dmd_loss(parts(image, critic), batch, FLOW_CONFIG)
+
+    monkeypatch.setattr(jax.lax, "stop_gradient", lambda x: x)
+    # From 0 it goes (2 - 1) / 2 towards the teacher. The critic's error is (1 - 0) / level.
+    critic_error = float(jnp.square(1 / levels[1]).mean())
+    assert float(loss(0.0, 1.0)) == pytest.approx(0.5**2 / 2 + critic_error, rel=1e-2)
+    # The last call is the one with a gradient: it starts on the student's own way to 0.
+    start, times = seen[-1]
+    np.testing.assert_array_equal(times, few_steps.STARTS)
+    np.testing.assert_allclose(start, batch["new_noise"] * times[:, None, None], atol=1e-5)
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("way", few_steps.WAYS)
@@ -695,8 +733,8 @@ def test_a_student_starts_as_its_teacher(way):
 
 def test_what_a_student_is_exported_as_is_read_again(tmp_path):
     params, config, _ = flux2.load(flow.CHECKPOINT, jnp.bfloat16)
-    task = few_steps.make_task("regression", FEW, config, params)
-    student = few_steps.student_config("regression", config)
+    task = few_steps.make_task("shortcut", FEW, config, params)
+    student = few_steps.student_config("shortcut", config)
     written = task.start(jax.random.key(0)) | {"vae": params["vae"]}
     export.export_distilled(written, student, flow.CHECKPOINT, tmp_path)
     read, found, _ = flux2.load(tmp_path, jnp.float32)

@@ -5,13 +5,16 @@ noise to the image. From them a student learns in one of four ways:
 
 - ``reflow`` (Liu et al., 2022): by the loss of flow matching, with noise and image of one path as
   a pair. The lines of such pairs hardly cross, so a long step goes right.
-- ``regression``: it becomes a flow map, which is also told the time that a step goes to. It learns
-  the average velocity between two points of a path.
-- ``meanflow`` (Geng et al., 2025): a flow map, too. It learns the average velocity from the
-  teacher's velocity at one point, and from its own derivative in that direction.
+- ``dmd``, distribution matching distillation (Yin et al., 2024): the student's images get noise,
+  and go where the teacher finds images more likely than a critic does, which learns on the way what
+  the student draws. So there is no image to be like, and nothing to blur.
+- ``meanflow`` (Geng et al., 2025): it becomes a flow map, which is also told the time that a step
+  goes to. It learns the average velocity from the teacher's velocity at one point, and from its own
+  derivative in that direction.
 - ``shortcut`` (Frans et al., 2024; Salimans and Ho, 2022): a flow map, too. A short jump learns
-  from the teacher's steps, and a longer one from its own jumps of half the length. So it needs no
-  path, and can learn from new noise in every step of the training.
+  from the teacher's steps, and a longer one from its own jumps of half the length.
+
+The last three ask the teacher in every step of the training, so they can learn from new noise.
 
 Guidance is in the paths, so the student needs none, and a step is a single run. Settings are chosen
 by ``other_captions``, which are judged on the way, and not by those that are judged at the end.
@@ -48,7 +51,11 @@ NOISE_SEED = 17
 RUNS = (1, 2, 4)  # which are judged
 OTHER_FIRST_KEY = 1000  # of the noise in which settings are judged
 HUBER = 0.25  # the error of an example, in all its numbers, beyond which the loss is linear
+LEAST_LEVEL = 0.02  # of the noise that what a student draws gets, and of the image left in it
 LEAST_WAY = 0.05  # from a time to the next, for a flow map
+# From when the examples of ``dmd`` go to the data, in turn: the times of one, two and four runs.
+STARTS = (1, 0.5, 1, 0.75, 0.5, 0.25, 1, 0.5)
+CRITIC = "critic"  # the part that learns, for ``dmd``, what the student draws
 # From when to when the examples of ``shortcut`` go, in turn.
 JUMPS = ((1, 0), (1, 0.5), (0.5, 0), (1, 0.75), (0.75, 0.5), (0.5, 0.25), (0.25, 0), (1, 0))
 ALL = slice(None)  # rows of a batch
@@ -305,6 +312,13 @@ def random_times(key: jax.Array, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
     return times, until
 
 
+def random_levels(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Draw for two uses how much noise each example gets, (2, batch), and which, (2, \\*shape)."""
+    first, second = jax.random.split(key)
+    levels = jax.random.uniform(first, (2, shape[0]), minval=LEAST_LEVEL, maxval=1 - LEAST_LEVEL)
+    return levels, jax.random.normal(second, (2, *shape))
+
+
 def references(batch: dict, rows: slice | np.ndarray) -> jax.Array:
     """Return the tokens of the scenes to edit in some rows of a batch, in rising order."""
     count = len(batch["noise"])
@@ -319,8 +333,10 @@ def random_batch(
     """Draw paths of drawings, and behind them of edits, with two times for each.
 
     ``config`` is the teacher's. If the teacher is in ``arrays``, the batch has ``teach``, a
-    function by which it can be asked for its velocity. ``new_noise`` is that of the path where the
-    caption leaves something out: for other noise the teacher might draw a held-out combination.
+    function by which it can be asked for its velocity, and the ``text`` as it encodes it.
+    ``new_noise`` is that of the path where the caption leaves something out: for other noise the
+    teacher might draw a held-out combination. ``levels`` and ``more_noise``, two for each example,
+    are how much noise what a student draws gets, and which.
     """
     keys = jax.random.split(key, 5)
     draws = recipe.batch - recipe.edits
@@ -330,8 +346,8 @@ def random_batch(
     captions = jnp.concatenate([arrays["drawn_captions"][rows], arrays["edited_captions"][edits]])
     times, until = random_times(keys[2], recipe)
     is_own = jax.random.uniform(keys[3], times.shape) < recipe.own
-    until = jnp.where(is_own, 0, until)
     noise = jax.random.normal(keys[4], paths[:, 0].shape)
+    levels, more_noise = random_levels(jax.random.fold_in(key, len(keys)), noise.shape)
     is_sure = data.is_full(captions) | (jnp.arange(recipe.batch) >= draws)
     batch = {
         "noise": paths[:, 0],
@@ -339,10 +355,11 @@ def random_batch(
         "clean": paths[:, -1],
         "path": paths,
         "here": on_path(paths, times),
-        "there": on_path(paths, until),
         "times": times,
         "until": until,
         "is_own": is_own,
+        "levels": levels,
+        "more_noise": more_noise,
         "reference": arrays["before"][edits].astype(jnp.float32),
         "ids": arrays["ids"][captions],
         "mask": arrays["mask"][captions],
@@ -356,7 +373,7 @@ def random_batch(
             reference = references(batch, rows)
             return guided_velocity(teacher, config, x, text[rows], empty, times, reference)
 
-        batch["teach"] = teach
+        batch |= {"teach": teach, "text": text}
     return batch
 
 
@@ -393,6 +410,30 @@ def student_velocity(params: dict, batch: dict, config: flux2.Config) -> Callabl
     return predict
 
 
+def jump_to(times: np.ndarray, noise: jax.Array, velocity: Callable[..., jax.Array]) -> jax.Array:
+    """Return where a student arrives at some times from the noise, by its own steps.
+
+    To the last quarter of the way there are two steps, to other times one. ``times`` is (batch,),
+    and ``velocity`` a function of tokens, times, times to go to, and rows.
+    """
+    first = np.maximum(times, 0.5)
+    x = move(velocity, noise, np.flatnonzero(times < 1), np.ones_like(times), first)
+    return move(velocity, x, np.flatnonzero(times < first), first, times)
+
+
+def move(
+    velocity: Callable[..., jax.Array],
+    x: jax.Array,
+    rows: np.ndarray,
+    start: np.ndarray,
+    end: np.ndarray,
+) -> jax.Array:
+    """Return tokens after a step of some rows, from their times of start to their times of end."""
+    start, end = jnp.asarray(start[rows]), jnp.asarray(end[rows])
+    way = (end - start)[:, None, None]
+    return x.at[rows].add(way * velocity(x[rows], start, end, rows))
+
+
 def arrive(batch: dict, velocity: jax.Array, places: jax.Array) -> jax.Array:
     """Return where second steps start: where the student arrives by its first ones, or at places.
 
@@ -418,23 +459,37 @@ def reflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     return (huber(noise - first - clean) + huber(here - share * second - clean)) / 2
 
 
-def regression_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
-    """Return the loss of where two steps on a path end: from the noise, and from a later time.
+def dmd_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
+    """Return the loss of distribution matching, of the student and of its critic together.
 
-    If the second step starts where the student arrives, the first one goes there, and else to the
-    data.
+    The student goes to the data in one step, from the noise or from where it arrives itself. What
+    it draws gets noise, and the critic and the teacher each say what image is in it. The difference
+    is the direction to go, for each example in units of how far the teacher is away. The critic
+    learns by flow matching on what the student draws.
     """
     predict = student_velocity(params, batch, config)
-    noise, times, until = batch["noise"], batch["times"], batch["until"]
-    is_own = batch["is_own"]
-    first_until = jnp.where(is_own, times, 0)
-    first = predict(noise, jnp.ones_like(times), first_until)
-    here = arrive(batch, first, batch["here"])
-    second = predict(here, times, until)
-    end = noise - (1 - first_until)[:, None, None] * first
-    goal = jnp.where(is_own[:, None, None], batch["here"], batch["clean"])
-    second_end = here - (times - until)[:, None, None] * second
-    return (huber(end - goal) + huber(second_end - batch["there"])) / 2
+    fixed = student_velocity(jax.lax.stop_gradient(params), batch, config)
+    starts = np.float32(STARTS)[np.arange(len(batch["noise"])) % len(STARTS)]
+    x = jump_to(starts, batch["new_noise"], lambda x, now, then, rows: fixed(x, now, rows=rows))
+    times = jnp.asarray(starts)
+    image = x - times[:, None, None] * predict(x, times)
+    drawn = jax.lax.stop_gradient(image)
+
+    def ask_critic(critic: dict, x: jax.Array, levels: jax.Array) -> jax.Array:
+        return flow.predict(critic, config, x, batch["text"], levels, batch["reference"])
+
+    first, second = batch["levels"]
+    mix = first[:, None, None]
+    x = (1 - mix) * drawn + mix * batch["more_noise"][0]
+    by_teacher = x - mix * batch["teach"](x, first)
+    by_critic = x - mix * ask_critic(jax.lax.stop_gradient(params[CRITIC]), x, first)
+    away = jnp.abs(drawn - by_teacher).mean(axis=(1, 2), keepdims=True)
+    goal = jax.lax.stop_gradient(drawn + (by_teacher - by_critic) / (away + 1e-3))
+
+    mix, noise = second[:, None, None], batch["more_noise"][1]
+    x = (1 - mix) * drawn + mix * noise
+    error = ask_critic(params[CRITIC], x, second) - (noise - drawn)
+    return jnp.square(image - goal).mean() / 2 + jnp.square(error).mean()
 
 
 def meanflow_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
@@ -472,30 +527,15 @@ def shortcut_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     ) -> jax.Array:
         return batch["teach"](x, times, rows)
 
-    def move(
-        x: jax.Array,
-        rows: np.ndarray,
-        start: np.ndarray,
-        end: np.ndarray,
-        velocity: Callable[..., jax.Array] = fixed,
-    ) -> jax.Array:
-        """Move some rows, from their times of start to their times of end."""
-        start, end = jnp.asarray(start[rows]), jnp.asarray(end[rows])
-        way = (end - start)[:, None, None]
-        return x.at[rows].add(way * velocity(x[rows], start, end, rows))
-
-    # To the last quarter there are two jumps, to other later starts one.
-    first = np.maximum(times, 0.5)
-    x = move(batch["new_noise"], np.flatnonzero(times < 1), np.ones_like(times), first)
-    x = move(x, np.flatnonzero(times < first), first, times)
+    x = jump_to(times, batch["new_noise"], fixed)
     path = on_path(batch["path"], jnp.asarray(times))
     start = jax.lax.stop_gradient(jnp.where(batch["is_own"][:, None, None], x, path))
 
     quarters, longer = np.flatnonzero(is_quarter), np.flatnonzero(~is_quarter)
     end = start
     for now, then in ((times, middle), (middle, until)):
-        end = move(end, quarters, now, then, ask_teacher)
-        end = move(end, longer, now, then)
+        end = move(ask_teacher, end, quarters, now, then)
+        end = move(fixed, end, longer, now, then)
     target = jax.lax.stop_gradient((start - end) / jnp.asarray(times - until)[:, None, None])
     return huber(predict(start, jnp.asarray(times), jnp.asarray(until)) - target)
 
@@ -507,6 +547,7 @@ class Way(NamedTuple):
     recipe: Recipe
     is_map: bool  # whether it is told the time that a step goes to
     asks: bool = False  # whether each step asks the teacher for velocities
+    has_critic: bool = False  # whether there is a second transformer that is trained beside it
 
 
 RECIPE = Recipe(
@@ -520,7 +561,13 @@ RECIPE = Recipe(
 )
 WAYS = {
     "reflow": Way(reflow_loss, RECIPE, is_map=False),
-    "regression": Way(regression_loss, RECIPE, is_map=True),
+    "dmd": Way(
+        dmd_loss,
+        replace(RECIPE, steps=200, cooldown=100, peak=5e-4, warmup=20, judge_every=100, pool=2_560),
+        is_map=False,
+        asks=True,
+        has_critic=True,
+    ),
     "meanflow": Way(
         meanflow_loss, replace(RECIPE, own=0.0, at_noise=0.5, nowhere=0.5), is_map=True, asks=True
     ),
@@ -583,16 +630,23 @@ def make_judge(
 
 
 def make_task(
-    way: str, recipe: Recipe, config: flux2.Config, earlier: dict[str, dict[str, jax.Array]]
+    way: str,
+    recipe: Recipe,
+    config: flux2.Config,
+    teacher: dict[str, dict[str, jax.Array]],
+    earlier: dict[str, dict[str, jax.Array]] | None = None,
 ) -> loop.Task:
-    """Return what the loop needs to know of this training, which starts from an earlier model.
+    """Return what the loop needs to know of this training; arguments are as of ``train``.
 
-    That is the teacher, or a student of it. ``config`` is the teacher's. A flow map's second
-    embedder adds nothing at first.
+    A flow map's second embedder adds nothing at first, and a critic starts as the teacher.
     """
+    earlier = earlier or teacher
     student = student_config(way, config)
     declared = flux2.model_parameters(student)
     declared = {part: declared[part] for part in flow.TRAINED}
+    if WAYS[way].has_critic:
+        declared[CRITIC] = declared["transformer"]
+        earlier = earlier | {CRITIC: teacher["transformer"]}
     last = f"{SECOND_TIME}.linear_2.weight"
 
     def start(key: jax.Array) -> dict:
@@ -660,7 +714,9 @@ def train(
     arrays["ids"], arrays["mask"] = map(jnp.asarray, tokenize(data.all_captions()))
     if WAYS[way].asks:
         arrays["teacher"] = {part: teacher[part] for part in flow.TRAINED}
-    average = loop.train(folder, make_task(way, recipe, config, earlier), arrays, count_others)
+    task = make_task(way, recipe, config, teacher, earlier)
+    average = loop.train(folder, task, arrays, count_others)
+    average = {part: average[part] for part in flow.TRAINED}
     final = count_right(average)
     (folder / "final.json").write_text(json.dumps(final, indent=1) + "\n")
     print(f"{folder.name}: at the end {final}", flush=True)
