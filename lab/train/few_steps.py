@@ -1,7 +1,7 @@
 """Train a student of the small FLUX.2 that draws in one, two or four runs of its transformer.
 
 The teacher draws and edits scenes with guidance, in small steps, and its paths are kept, from the
-noise to the image. From them a student learns in one of four ways:
+noise to the image. A student learns in one of four ways:
 
 - ``reflow`` (Liu et al., 2022): by the loss of flow matching, with noise and image of one path as
   a pair. The lines of such pairs hardly cross, so a long step goes right.
@@ -14,7 +14,8 @@ noise to the image. From them a student learns in one of four ways:
 - ``shortcut`` (Frans et al., 2024; Salimans and Ho, 2022): a flow map, too. A short jump learns
   from the teacher's steps, and a longer one from its own jumps of half the length.
 
-The last three ask the teacher in every step of the training, so they can learn from new noise.
+The last three ask the teacher in every step of the training, so they can learn from new noise, and
+``dmd`` needs no paths at all.
 
 Guidance is in the paths, so the student needs none, and a step is a single run. Settings are chosen
 by ``other_captions``, which are judged on the way, and not by those that are judged at the end.
@@ -56,6 +57,7 @@ LEAST_WAY = 0.05  # from a time to the next, for a flow map
 # From when the examples of ``dmd`` go to the data, in turn: the times of one, two and four runs.
 STARTS = (1, 0.5, 1, 0.75, 0.5, 0.25, 1, 0.5)
 CRITIC = "critic"  # the part that learns, for ``dmd``, what the student draws
+CRITIC_SPEED = 2.0  # by how much faster, as the student must not run away from it
 # From when to when the examples of ``shortcut`` go, in turn.
 JUMPS = ((1, 0), (1, 0.5), (0.5, 0), (1, 0.75), (0.75, 0.5), (0.5, 0.25), (0.25, 0), (1, 0))
 ALL = slice(None)  # rows of a batch
@@ -191,6 +193,34 @@ def make_teaching(
     return teach
 
 
+def prepare_questions(
+    file: Path, recipe: Recipe, config: flux2.Config, teacher: dict[str, dict[str, jax.Array]]
+) -> dict[str, np.ndarray]:
+    """Return what a student by ``dmd`` is asked for, which is kept in the file.
+
+    Captions that leave something out are not among it: they might lead to a held-out combination.
+
+    Returns
+    -------
+    dict
+        As of ``prepare``, without the paths.
+    """
+
+    def make() -> dict[str, np.ndarray]:
+        encode = jax.jit(lambda images: flux2.encode_images(teacher, config, images))
+        draws = recipe.chunk - count_edits(recipe)
+        found = {"drawn_captions": [], "edited_captions": [], "before": []}
+        for number in range(math.ceil(recipe.pool / recipe.chunk)):
+            captions, _, before = ask(number, recipe)
+            drawn = captions[:draws]
+            found["drawn_captions"].append(drawn[data.is_full(drawn)])
+            found["edited_captions"].append(captions[draws:])
+            found["before"].append(np.float16(encode(before)))
+        return {name: np.concatenate(parts) for name, parts in found.items()}
+
+    return data.kept(file, make)
+
+
 def is_right(named: dict[str, str | None], image: np.ndarray) -> bool:
     """Return whether an image shows what was asked for, and no held-out combination.
 
@@ -312,13 +342,6 @@ def random_times(key: jax.Array, recipe: Recipe) -> tuple[jax.Array, jax.Array]:
     return times, until
 
 
-def random_levels(key: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Draw for two uses how much noise each example gets, (2, batch), and which, (2, \\*shape)."""
-    first, second = jax.random.split(key)
-    levels = jax.random.uniform(first, (2, shape[0]), minval=LEAST_LEVEL, maxval=1 - LEAST_LEVEL)
-    return levels, jax.random.normal(second, (2, *shape))
-
-
 def references(batch: dict, rows: slice | np.ndarray) -> jax.Array:
     """Return the tokens of the scenes to edit in some rows of a batch, in rising order."""
     count = len(batch["noise"])
@@ -332,11 +355,8 @@ def random_batch(
 ) -> dict[str, jax.Array]:
     """Draw paths of drawings, and behind them of edits, with two times for each.
 
-    ``config`` is the teacher's. If the teacher is in ``arrays``, the batch has ``teach``, a
-    function by which it can be asked for its velocity, and the ``text`` as it encodes it.
     ``new_noise`` is that of the path where the caption leaves something out: for other noise the
-    teacher might draw a held-out combination. ``levels`` and ``more_noise``, two for each example,
-    are how much noise what a student draws gets, and which.
+    teacher might draw a held-out combination. See also ``with_teacher``.
     """
     keys = jax.random.split(key, 5)
     draws = recipe.batch - recipe.edits
@@ -347,7 +367,6 @@ def random_batch(
     times, until = random_times(keys[2], recipe)
     is_own = jax.random.uniform(keys[3], times.shape) < recipe.own
     noise = jax.random.normal(keys[4], paths[:, 0].shape)
-    levels, more_noise = random_levels(jax.random.fold_in(key, len(keys)), noise.shape)
     is_sure = data.is_full(captions) | (jnp.arange(recipe.batch) >= draws)
     batch = {
         "noise": paths[:, 0],
@@ -358,23 +377,55 @@ def random_batch(
         "times": times,
         "until": until,
         "is_own": is_own,
-        "levels": levels,
-        "more_noise": more_noise,
         "reference": arrays["before"][edits].astype(jnp.float32),
         "ids": arrays["ids"][captions],
         "mask": arrays["mask"][captions],
     }
-    if "teacher" in arrays:
-        teacher = arrays["teacher"]
-        text = flux2.encode_prompts(teacher, config, batch["ids"], batch["mask"])
-        empty = flux2.encode_prompts(teacher, config, arrays["ids"][-1:], arrays["mask"][-1:])
+    return with_teacher(batch, arrays, config) if "teacher" in arrays else batch
 
-        def teach(x: jax.Array, times: jax.Array, rows: slice | np.ndarray = ALL) -> jax.Array:
-            reference = references(batch, rows)
-            return guided_velocity(teacher, config, x, text[rows], empty, times, reference)
 
-        batch |= {"teach": teach, "text": text}
-    return batch
+def random_questions(
+    key: jax.Array, arrays: dict[str, jax.Array], recipe: Recipe, config: flux2.Config
+) -> dict[str, jax.Array]:
+    """Draw captions of drawings, and behind them of edits, with noise and no path.
+
+    ``levels`` and ``more_noise``, two for each example, are how much noise what a student draws
+    gets, and which. See also ``with_teacher``.
+    """
+    keys = jax.random.split(key, 5)
+    draws = recipe.batch - recipe.edits
+    rows = jax.random.randint(keys[0], (draws,), 0, len(arrays["drawn_captions"]))
+    edits = jax.random.randint(keys[1], (recipe.edits,), 0, len(arrays["edited_captions"]))
+    captions = jnp.concatenate([arrays["drawn_captions"][rows], arrays["edited_captions"][edits]])
+    shape = (recipe.batch, *arrays["before"].shape[1:])
+    least, most = LEAST_LEVEL, 1 - LEAST_LEVEL
+    batch = {
+        "noise": jax.random.normal(keys[2], shape),
+        "levels": jax.random.uniform(keys[3], (2, recipe.batch), minval=least, maxval=most),
+        "more_noise": jax.random.normal(keys[4], (2, *shape)),
+        "reference": arrays["before"][edits].astype(jnp.float32),
+        "ids": arrays["ids"][captions],
+        "mask": arrays["mask"][captions],
+    }
+    return with_teacher(batch, arrays, config)
+
+
+def with_teacher(
+    batch: dict[str, jax.Array], arrays: dict[str, jax.Array], config: flux2.Config
+) -> dict:
+    """Return a batch with ``teach``, by which the teacher can be asked for its velocity.
+
+    ``text`` is what the teacher's encoder makes of the captions, and ``config`` the teacher's.
+    """
+    teacher = arrays["teacher"]
+    text = flux2.encode_prompts(teacher, config, batch["ids"], batch["mask"])
+    empty = flux2.encode_prompts(teacher, config, arrays["ids"][-1:], arrays["mask"][-1:])
+
+    def teach(x: jax.Array, times: jax.Array, rows: slice | np.ndarray = ALL) -> jax.Array:
+        reference = references(batch, rows)
+        return guided_velocity(teacher, config, x, text[rows], empty, times, reference)
+
+    return batch | {"teach": teach, "text": text}
 
 
 # By which losses.
@@ -470,7 +521,7 @@ def dmd_loss(params: dict, batch: dict, config: flux2.Config) -> jax.Array:
     predict = student_velocity(params, batch, config)
     fixed = student_velocity(jax.lax.stop_gradient(params), batch, config)
     starts = np.float32(STARTS)[np.arange(len(batch["noise"])) % len(STARTS)]
-    x = jump_to(starts, batch["new_noise"], lambda x, now, then, rows: fixed(x, now, rows=rows))
+    x = jump_to(starts, batch["noise"], lambda x, now, then, rows: fixed(x, now, rows=rows))
     times = jnp.asarray(starts)
     image = x - times[:, None, None] * predict(x, times)
     drawn = jax.lax.stop_gradient(image)
@@ -547,7 +598,7 @@ class Way(NamedTuple):
     recipe: Recipe
     is_map: bool  # whether it is told the time that a step goes to
     asks: bool = False  # whether each step asks the teacher for velocities
-    has_critic: bool = False  # whether there is a second transformer that is trained beside it
+    has_critic: bool = False  # whether another transformer learns beside it, and no path is needed
 
 
 RECIPE = Recipe(
@@ -563,7 +614,7 @@ WAYS = {
     "reflow": Way(reflow_loss, RECIPE, is_map=False),
     "dmd": Way(
         dmd_loss,
-        replace(RECIPE, steps=200, cooldown=100, peak=5e-4, warmup=20, judge_every=100, pool=2_560),
+        replace(RECIPE, steps=160, cooldown=80, peak=5e-4, warmup=20, edits=12, judge_every=80),
         is_map=False,
         asks=True,
         has_critic=True,
@@ -647,6 +698,7 @@ def make_task(
     if WAYS[way].has_critic:
         declared[CRITIC] = declared["transformer"]
         earlier = earlier | {CRITIC: teacher["transformer"]}
+    draw_batch = random_questions if WAYS[way].has_critic else random_batch
     last = f"{SECOND_TIME}.linear_2.weight"
 
     def start(key: jax.Array) -> dict:
@@ -659,8 +711,9 @@ def make_task(
         recipe=recipe,
         start=start,
         matrices=loop.matrices_of(declared, stacked_only=True),
-        random_batch=lambda key, arrays: random_batch(key, arrays, recipe, config),
+        random_batch=lambda key, arrays: draw_batch(key, arrays, recipe, config),
         loss=lambda params, batch: WAYS[way].loss(params, batch, student),
+        speeds={CRITIC: CRITIC_SPEED},
     )
 
 
@@ -709,7 +762,10 @@ def train(
     count_others = make_judge(vae, other_captions(judged), student, OTHER_FIRST_KEY)
     count_right = make_judge(vae, scenes.held_out_captions(judged), student, 0)
     tokenize = flux2.load_tokenizer(flow.CHECKPOINT, config)
-    arrays = prepare(folder.parent / "paths", recipe, config, teacher, tokenize)
+    if WAYS[way].has_critic:
+        arrays = prepare_questions(folder / "questions.npz", recipe, config, teacher)
+    else:
+        arrays = prepare(folder.parent / "paths", recipe, config, teacher, tokenize)
     arrays = {name: jnp.asarray(value) for name, value in arrays.items()}
     arrays["ids"], arrays["mask"] = map(jnp.asarray, tokenize(data.all_captions()))
     if WAYS[way].asks:

@@ -7,7 +7,7 @@ this module make them.
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,8 @@ class Task(NamedTuple):
     random_batch: Callable[[jax.Array, dict], Any]
     # From parameters and the examples of a step to a number, float32, ().
     loss: Callable[[dict, Any], jax.Array]
+    # By how much faster than others some parts learn.
+    speeds: Mapping[str, float] = {}
 
 
 def initial_parameters(
@@ -162,6 +164,13 @@ def make_optimizer(task: Task) -> optax.GradientTransformation:
     Muon (https://kellerjordan.github.io/posts/muon/) makes each update of a matrix orthogonal, and
     ``consistent_rms`` gives it the size that AdamW's have.
     """
+
+    def hurry(updates: dict, params: dict | None) -> dict:
+        return {
+            part: optax.tree.scale(task.speeds.get(part, 1.0), each)
+            for part, each in updates.items()
+        }
+
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(
@@ -172,6 +181,7 @@ def make_optimizer(task: Task) -> optax.GradientTransformation:
             consistent_rms=0.2,
             muon_weight_dimension_numbers=task.matrices,
         ),
+        optax.stateless(hurry),
     )
 
 
