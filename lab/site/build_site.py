@@ -21,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -333,8 +334,10 @@ def tpu_report() -> str:
     return f"{records.table_of(answers)}\n\n{records.table_of_published()}"
 
 
-def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
+def build(to: Path = SITE, executed: Path = EXECUTED, has_book: bool = True) -> Path:
     """Build the site from executed chapters; gives the folder with the pages.
+
+    Without a book, the pages are the same.
 
     Raises
     ------
@@ -351,6 +354,17 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
         print(sentence)
     shutil.copytree(FLOW, html["en"] / "flow", ignore=shutil.ignore_patterns("*.html", "*.json"))
     shutil.copytree(html[LANGUAGE], html["en"] / LANGUAGE)
+    if has_book:
+        write_book(to, html)
+    repository = stamped_repository()
+    if repository != PLACEHOLDER:  # a sitemap has whole addresses
+        text = heads.sitemap(html["en"], site_address(repository))
+        (html["en"] / "sitemap.xml").write_text(text)
+    return html["en"]
+
+
+def write_book(to: Path, html: dict[str, Path]) -> None:
+    """Write the pages of both languages as an EPUB and a PDF each, into their folders."""
     for language in html:  # still pictures of what moves, which the book shows
         for picture in [*(html["en"] / "draw").glob("*.webp"), *FLOW.glob("*.webp")]:
             target = to / "source" / language / picture.parent.name
@@ -359,16 +373,14 @@ def build(to: Path = SITE, executed: Path = EXECUTED) -> Path:
     targets = {"en": html["en"], LANGUAGE: html["en"] / LANGUAGE}
     for language, folder in run_sphinx(to, "epub").items():
         shutil.copy(folder / f"{BOOK}.epub", targets[language])
-    if printing.CHROMIUM:
-        for language, folder in run_sphinx(to, "singlehtml").items():
-            printing.print_page(folder / "index.html", targets[language] / f"{BOOK}.pdf")
-    else:
+    if not printing.CHROMIUM:
         print("There is no Chromium here, so the course is not printed as a PDF.")
-    repository = stamped_repository()
-    if repository != PLACEHOLDER:  # a sitemap has whole addresses
-        text = heads.sitemap(html["en"], site_address(repository))
-        (html["en"] / "sitemap.xml").write_text(text)
-    return html["en"]
+        return
+    folders = run_sphinx(to, "singlehtml")
+    pages = [folder / "index.html" for folder in folders.values()]
+    pdfs = [targets[language] / f"{BOOK}.pdf" for language in folders]
+    with ThreadPoolExecutor() as both:
+        list(both.map(printing.print_page, pages, pdfs))
 
 
 def run_sphinx(to: Path, builder: str = "html") -> dict[str, Path]:
