@@ -66,7 +66,7 @@ test: lint  ## lint, execute the chapters (without a network, where the system a
 	exit $$status
 
 test-site: .venv/installed  ## build the site, and look at it and at JupyterLab in a browser
-	@$(BIN)/python -m pytest --site
+	@$(BIN)/python -m pytest --site --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 test-runtimes: .venv/installed  ## execute chapters on other Pythons and packages, on Colab's for example (RUNTIME=colab)
 	@$(BIN)/python -m nox $(if $(RUNTIME),--session $(RUNTIME))

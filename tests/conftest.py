@@ -14,7 +14,6 @@ from pathlib import Path
 import diffusers
 import jax
 import jax.numpy as jnp
-import nbformat
 import pytest
 import transformers
 from diffusers import FlaxDiffusionPipeline
@@ -44,6 +43,7 @@ helpers.simulate_devices(8)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 diffusers.logging.set_verbosity_error()
 transformers.logging.set_verbosity_error()
+LONG = ("test_built_again.py", "test_jupyterlab.py")  # among those of the site
 
 
 def pytest_addoption(parser):
@@ -54,21 +54,37 @@ def pytest_addoption(parser):
     )
 
 
+def outside_of_tests():
+    """The environment without those variables that make tests compile less."""
+    set_here = ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")
+    return {name: value for name, value in os.environ.items() if name not in set_here}
+
+
+def pytest_sessionstart(session):
+    """Build the site, before the workers start that look at it.
+
+    It has the chapters as an earlier test or `make run` executed them.
+    """
+    options = session.config.option
+    if options.site and not options.collectonly and "PYTEST_XDIST_WORKER" not in os.environ:
+        command = [sys.executable, "-m", "lab.site.build_site"]
+        subprocess.run(command, cwd=ROOT, check=True, env=outside_of_tests())
+
+
 def pytest_collection_modifyitems(config, items):
     """Only --site runs tests of the site."""
     chosen, others = [], []
     for item in items:
         of_site = bool({"site", "lab", "executed_again"} & set(item.fixturenames))
         (chosen if of_site == config.getoption("site") else others).append(item)
-    items[:] = chosen
+    # What takes long begins first, so that two workers end at about the same time.
+    items[:] = sorted(chosen, key=lambda item: item.path.name not in LONG)
     config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(scope="session")
 def readers_environment():
-    """The environment without those variables that make tests compile less."""
-    set_here = ("JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")
-    return {name: value for name, value in os.environ.items() if name not in set_here}
+    return outside_of_tests()
 
 
 @pytest.fixture(scope="session")
@@ -182,14 +198,8 @@ def serve():
 
 
 @pytest.fixture(scope="session")
-def site(readers_environment):
-    """The site's pages, built from the chapters as an earlier test or `make run` executed them."""
-    subprocess.run(
-        [sys.executable, "-m", "lab.site.build_site"],
-        cwd=ROOT,
-        check=True,
-        env=readers_environment,
-    )
+def site():
+    """The site's pages, as they were built when the tests began."""
     return ROOT / "build" / "site" / "html"
 
 
@@ -267,18 +277,6 @@ def sets():
     for name in ("student", "instructor"):
         zipfile.ZipFile(workshop.BUILD / f"{name}.zip").extractall(workshop.BUILD)
     return {name: workshop.BUILD / name for name in ("student", "instructor")}
-
-
-@pytest.fixture(scope="session")
-def executed_again(sets, without_network):
-    """The cells of the instructor's chapter 3, executed without a network."""
-    chapter = sets["instructor"] / "notebooks" / "03_replicate_shard.ipynb"
-    # Below the repository's root, where pytest finds its settings.
-    folder = ROOT / "build" / "again"
-    folder.mkdir(parents=True, exist_ok=True)
-    copy = shutil.copy(chapter, folder)
-    without_network([sys.executable, "-m", "pytest", "--nbmake", "--overwrite", copy])
-    return nbformat.read(copy, as_version=4).cells
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import sys
 import time
 import unicodedata
@@ -410,54 +409,6 @@ def test_the_sitemap_has_the_pages_that_people_wrote(tmp_path):
         f"https://me.github.io/course/{name}" for name in expected
     ]
     assert set_repo.site_address("Me/me.github.io") == "https://me.github.io/"
-
-
-# Two builds
-
-
-def without_times(html: str) -> BeautifulSoup:
-    """A page without what is marked as differing from run to run."""
-    soup = BeautifulSoup(html, "html.parser")
-    for tag in soup.select(".tag_timing"):
-        tag.decompose()
-    return soup
-
-
-def test_two_builds_give_the_same(site, executed_again, without_network, tmp_path):
-    """The second has the outputs of a chapter that was executed once more, no network, no book."""
-    executed = shutil.copytree(build_site.EXECUTED, tmp_path / "chapters")
-    chapter = nbformat.read(executed / "03_replicate_shard.ipynb", as_version=4)
-    for first, second in zip(chapter.cells, executed_again, strict=True):
-        assert first.source == second.source
-        if first.cell_type == "code":
-            first.outputs = second.outputs
-    nbformat.write(chapter, executed / "03_replicate_shard.ipynb")
-    code = "import sys; from pathlib import Path; from lab.site.build_site import build; "
-    code += "build(*map(Path, sys.argv[1:]), has_book=False)"
-    without_network([sys.executable, "-c", code, str(tmp_path / "site"), str(executed)])
-    again = tmp_path / "site" / "html"
-
-    timed = set()  # pictures that differ from run to run
-    pages = {}
-    for folder in (site, again):
-        for file in folder.rglob("*.html"):
-            soup = BeautifulSoup(file.read_text(), "html.parser")
-            timed |= {Path(img["src"]).name for img in soup.select(".tag_timing img")}
-            pages[file] = str(without_times(file.read_text()))
-    files, files_again = (
-        {
-            file.relative_to(folder)
-            for file in folder.rglob("*")
-            if file.is_file() and file.name not in timed and file.suffix not in (".epub", ".pdf")
-        }
-        for folder in (site, again)
-    )
-    assert files == files_again
-    for file in sorted(files):
-        if file.suffix == ".html":
-            assert pages[site / file] == pages[again / file], file
-        else:
-            assert (site / file).read_bytes() == (again / file).read_bytes(), file
 
 
 # What the build does
