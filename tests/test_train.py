@@ -113,7 +113,7 @@ class Run(NamedTuple):
 
 
 # The model of shapes-sd is trained as that of shapes-sdxl, which starts from it and is told more.
-# Of the ways to train a student it is that of the bundled one.
+# Of the ways to train a student it is the one that the bundled one began with.
 @pytest.fixture(scope="module", params=["vae", "shapes-sdxl", "shapes-flux2", "reflow"])
 def run(request, tmp_path_factory):
     seen = {}
@@ -229,6 +229,7 @@ def test_the_command_trains_all_in_order_and_writes_the_checkpoints(tmp_path, mo
         ("shapes-sdxl", 600, True),
         ("flux2", 1150, False),
         ("reflow-0", 80, False),
+        ("dmd-0", 16, True),
     ]
     for name in ("shapes-sd", "shapes-sdxl", "shapes-flux2", "shapes-few"):
         assert (tmp_path / "checkpoints" / name / "model_index.json").is_file()

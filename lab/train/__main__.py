@@ -4,8 +4,9 @@ Every part is seeded and resumable: run the same command again after an interrup
 on. All models use the VAE that is trained before them, or that of ``checkpoints/shapes-sd`` if
 "vae" is not chosen. The bundled checkpoints stay as they are, unless ``--to`` names their folder.
 
-"few-steps" trains a student of shapes-flux2, by ``--way``, for shapes-few: see
-``lab/train/few_steps.py``. Its teacher is the model that is trained before it, or the bundled one.
+"few-steps" trains shapes-few, a student of shapes-flux2, first by ``reflow`` and from there by
+``dmd``, or by one ``--way`` only: see ``lab/train/few_steps.py``. Its teacher is the model that is
+trained before it, or the bundled one.
 
 The checkpoints' cards, README.md, are written by hand. When the training has ended,
 ``python -m lab.cards.sd FOLDER --draw FOLDER`` gives a card's scores and pictures, and
@@ -43,8 +44,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="an Nth of all steps and scenes, to try the way from end to end",
     )
-    ways = tuple(few_steps.WAYS)
-    add("--way", choices=ways, default=ways[0], help="of few-steps (default: %(default)s)")
+    both = " and then ".join(few_steps.BUNDLED)
+    add("--way", choices=few_steps.WAYS, help=f"of few-steps (default: {both})")
     add("--seed", type=int, default=0, help="of few-steps, for its random numbers (default: 0)")
     add("--earlier", type=Path, metavar="FOLDER", help="of few-steps, a student to start from")
     options = parser.parse_args(arguments)
@@ -104,20 +105,19 @@ def main(arguments: list[str] | None = None) -> None:
         params = flow.train(work / "flux2", recipe, flow.CONFIG, of_vae)
         write(params, options.to / "shapes-flux2")
     if "few-steps" in options.parts:
-        recipe = shorten(few_steps.WAYS[options.way].recipe, options.shorten)
-        recipe = replace(recipe, seed=options.seed)
         if "shapes-flux2" in options.parts:
             teacher = params
         else:
             teacher, _, _ = flux2.load(flow.CHECKPOINT, jnp.float32)
-        folder = work / "few-steps" / f"{options.way}-{options.seed}"
-        earlier = None
+        student = None
         if options.earlier:
-            earlier, _, _ = flux2.load(options.earlier, jnp.float32)
-        student = few_steps.train(
-            folder, recipe, flow.CONFIG, teacher, options.way, earlier=earlier
-        )
-        config = few_steps.student_config(options.way, flow.CONFIG)
+            student, _, _ = flux2.load(options.earlier, jnp.float32)
+        for way in [options.way] if options.way else few_steps.BUNDLED:
+            recipe = shorten(few_steps.WAYS[way].recipe, options.shorten)
+            recipe = replace(recipe, seed=options.seed)
+            folder = work / "few-steps" / f"{way}-{options.seed}"
+            student = few_steps.train(folder, recipe, flow.CONFIG, teacher, way, earlier=student)
+        config = few_steps.student_config(way, flow.CONFIG)
         export.export_distilled(student, config, flow.CHECKPOINT, options.to / "shapes-few")
         print(f"Wrote {options.to / 'shapes-few'}.")
 

@@ -629,6 +629,7 @@ WAYS = {
         asks=True,
     ),
 }
+BUNDLED = ("reflow", "dmd")  # by which shapes-few was trained, in turn
 
 
 # Training and judging.

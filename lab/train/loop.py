@@ -296,11 +296,12 @@ def train(
                 print(f"{folder.name}: step {done:,} of {steps:,}, loss {mean:.4f}", flush=True)
                 started, cpu = now, spent
             # It is judged before it is saved: after an interruption, it is judged again.
-            if done % task.recipe.judge_every == 0 or done == steps:
+            is_judged = done % task.recipe.judge_every == 0 or done == steps
+            if is_judged:
                 judged = judge(state["average"])
                 write(step=done, **judged)
                 print(f"{folder.name}: judged {judged}", flush=True)
                 started, cpu = time.monotonic(), time.process_time()
-            if done % SAVE_EVERY == 0 or done == steps:
+            if is_judged or done % SAVE_EVERY == 0:
                 manager.save(done, args=ocp.args.StandardSave(state), force=True)
     return state["average"]
