@@ -89,24 +89,50 @@ def in_each(counts: dict[str, int]) -> str:
 
 def scores_of_students() -> list[str]:
     """Return a table of all students, by the captions that are judged at the end."""
-    lines = table_head("way", "starts from", "steps", "batch", "CPU-minutes", "drawn", "edited")
+    lines = table_head("way", "starts from", "seed", "steps", "CPU-minutes", "drawn", "edited")
     for row in read_record(STUDENTS):
         asked, answer = row["question"], row["answer"]
         start = "its teacher" if asked["earlier"] == asked["teacher"] else "a student"
         steps = f"{answer['judged'][-1]['step']:,}"
         counts = (in_each(answer["final"][kind]) for kind in ("drawn", "edited"))
-        run = asked["way"], start, steps, asked["batch"], answer["cpu_minutes"]
+        run = asked["way"], start, asked["seed"], steps, answer["cpu_minutes"]
         lines.append(table_row(*run, *counts))
     return lines
 
 
+def scores_of_seeds() -> list[str]:
+    """Return a sentence for each training that was done by several seeds."""
+    by_seed = {}
+    for row in read_record(STUDENTS):
+        asked, answer = row["question"], row["answer"]
+        steps = answer["judged"][-1]["step"]
+        kind = steps, *(asked[name] for name in sorted(asked) if name != "seed")
+        by_seed.setdefault(kind, []).append((asked["way"], answer["final"]))
+    sentences = []
+    for (steps, *_), found in by_seed.items():
+        (way, *_), finals = zip(*found, strict=True)
+        if len(finals) == 1:
+            continue
+        counts = []
+        for what in ("drawn", "edited"):
+            parts = []
+            for runs in few_steps.RUNS:
+                seeds = [final[what][str(runs)] for final in finals]
+                parts.append(f"{np.mean(seeds):.1f} ({min(seeds)} to {max(seeds)})")
+            counts.append(f"{what} {' / '.join(parts)}")
+        run = f"{len(finals)} seeds of {way} in {steps} steps"
+        sentences += ["", f"The mean of {run}: {', '.join(counts)}."]
+    return sentences
+
+
 def scores_by_training() -> list[str]:
     """Return a table of what was judged on the way, by captions to choose settings by."""
-    lines = table_head("way", "steps", "drawn", "edited")
+    lines = table_head("way", "seed", "steps", "drawn", "edited")
     for row in read_record(STUDENTS):
+        way, seed = row["question"]["way"], row["question"]["seed"]
         for judged in row["answer"]["judged"]:
             counts = (in_each(judged[kind]) for kind in ("drawn", "edited"))
-            lines.append(table_row(row["question"]["way"], f"{judged['step']:,}", *counts))
+            lines.append(table_row(way, seed, f"{judged['step']:,}", *counts))
     return lines
 
 
@@ -129,6 +155,7 @@ def tables() -> str:
         "The students that were trained. Here and below, numbers are of 1 / 2 / 4 runs:",
         "",
         *scores_of_students(),
+        *scores_of_seeds(),
         "",
         "On the way, on other captions of held-out combinations, by which settings were chosen:",
         "",
