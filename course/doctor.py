@@ -140,6 +140,7 @@ def check_models(names: Sequence[str]) -> Iterator[str]:
             config = code.read_config(folder)
             if find_local(name):
                 code.read_files(folder, config)  # names and shapes, as numbers stay on the disk
+                code.load_tokenizer(folder, config)
         except Exception as error:  # damaged files raise errors of many kinds
             yield str(error)
             continue

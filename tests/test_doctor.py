@@ -82,15 +82,19 @@ def test_whatever_is_missing_or_damaged_in_checkpoints_is_a_problem(tmp_path):
 def test_it_says_which_model_somebody_has_and_what_it_lacks(tmp_path, capsys):
     lacking = shutil.copytree(find_data("checkpoints") / "shapes-flux2", tmp_path / "lacking")
     (lacking / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    cut = shutil.copytree(find_data("checkpoints") / "shapes-sd", tmp_path / "cut")
+    (cut / "tokenizer" / "vocab.json").write_text("{")
     nothing = tmp_path / "nothing"
     nothing.mkdir()
     own = str(find_data("checkpoints") / "shapes-sdxl")
-    problems = list(doctor.check_models(["shapes-flux2", own, str(lacking), str(nothing), "x"]))
+    names = ["shapes-flux2", own, str(lacking), str(cut), str(nothing), "x"]
+    problems = list(doctor.check_models(names))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Model shapes-flux2: Flux2KleinPipeline, 0.00")
     assert lines[1].startswith(f"Model {own}: StableDiffusionXLPipeline, 0.00")
     assert len(lines) == 2
-    sentences = ("lacking", "model_index.json is missing", "x is no folder, no Hub id")
+    sentences = ["lacking", "vocab.json is damaged", "model_index.json is missing"]
+    sentences.append("x is no folder, no Hub id")
     for problem, sentence in zip(problems, sentences, strict=True):
         assert sentence in problem
 
