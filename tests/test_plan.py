@@ -157,12 +157,14 @@ def test_of_klein_over_eight_chips_ulysses_comes_first(chip):
     assert first.hidden == 0
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-def test_the_recorded_plan_of_klein_has_ulysses_first(chip):
-    job = make_job("flux2", chip=chip, chips=8)
+@pytest.mark.parametrize(
+    ("model", "chip"), [("flux2", "v5e"), ("flux2", "v6e"), ("flux2-9b", "v6e")]
+)
+def test_the_recorded_plan_of_klein_has_ulysses_first(model, chip):
+    job = make_job(model, chip=chip, chips=8)
     found = plan.known_splits(job, read_record("ask/plans"))
     assert found.keys() == set(job.ways)
-    assert next(iter(rank(found, recorded_flops("flux2")["step"], 8))) == Way("Ulysses", share=8)
+    assert next(iter(rank(found, plan.step_flops(job), 8))) == Way("Ulysses", share=8)
 
 
 def split_of(schedule, exchanges=(), usable=2**30, least_bytes=0):

@@ -6,7 +6,12 @@ An answer about the small model takes some seconds, one about a real model minut
 from course.tpu import splits
 from course.tpu.plan import Job, make_job
 
-JOBS = [("shapes-flux2", "v6e", 4), ("flux2", "v6e", 8), ("flux2", "v5e", 8)]
+JOBS = [
+    ("shapes-flux2", "v6e", 4),
+    ("flux2", "v6e", 8),
+    ("flux2", "v5e", 8),
+    ("flux2-9b", "v6e", 8),
+]
 
 
 def jobs() -> list[Job]:
