@@ -43,7 +43,8 @@ helpers.simulate_devices(8)
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 diffusers.logging.set_verbosity_error()
 transformers.logging.set_verbosity_error()
-LONG = ("test_built_again.py", "test_jupyterlab.py")  # among those of the site
+# Among those of the site, what takes long.
+LONG = ("test_built_again.py", "test_jupyterlab.py", "test_site_browser.py")
 
 
 def pytest_addoption(parser):
@@ -77,7 +78,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         of_site = bool({"site", "lab", "executed_again"} & set(item.fixturenames))
         (chosen if of_site == config.getoption("site") else others).append(item)
-    # What takes long begins first, so that two workers end at about the same time.
+    # It begins first, so that two workers end at about the same time.
     items[:] = sorted(chosen, key=lambda item: item.path.name not in LONG)
     config.hook.pytest_deselected(items=others)
 
