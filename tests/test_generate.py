@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import helpers
 from course import flux2, sd
+from course.families import find_code
 from course.model.guidance import guide
 from course.tpu.programs import CONFIGURATIONS
 
@@ -160,6 +162,18 @@ def test_a_scale_that_a_program_gets_stops_at_1():
     guided = jax.jit(guide)(np.float32([2, 1]), without, prompted)
     assert guided.tolist() == [[9, 10], [7, 8]]
     assert np.isnan(guide(np.nan, without, prompted)).all()  # which is no guidance of 1
+
+
+@pytest.mark.parametrize("model", ["shapes-sd", "shapes-flux2"])
+@pytest.mark.parametrize("steps", [0, 2 * 10**9])
+def test_a_command_takes_no_more_steps_than_the_model_has(model, steps):
+    """They are an input of its program, which would take them all."""
+    folder = helpers.bundled_checkpoint(model).source
+    code = find_code(folder)
+    params, config, tokenize = code.load(folder)
+    draw = code.make_drawing(config, tokenize, steps, 3.0)
+    with pytest.raises(ValueError, match=f"{steps}.* a whole number from 1 to"):
+        draw(params, tokenize(["a red heart"]), jax.random.split(jax.random.key(0), 1), None)
 
 
 @pytest.mark.parametrize("values", [200.0, -0.5, np.nan])

@@ -305,7 +305,7 @@ def denoise(
     ValueError
         If the number of steps or a name is not one that can be.
     """
-    most_steps = config.schedule.num_train_timesteps - config.schedule.steps_offset - 1
+    most_steps = find_most_steps(config)
     check_steps(steps, most_steps)
 
     def model(latents: jax.Array, timestep: jax.Array) -> jax.Array:
@@ -452,6 +452,7 @@ def make_drawing(
     def draw_all(params: dict, ids: jax.Array, keys: jax.Array, images: None = None) -> jax.Array:
         if images is not None:
             raise ValueError("Stable Diffusion edits no images by prompts: give FLUX.2-klein.")
+        check_steps(steps, find_most_steps(config))  # the program would take them all
         return program(params, config, ids, keys, empty, steps, guidance)
 
     return draw_all
@@ -465,6 +466,11 @@ def check_size(config: Config, height: int, width: int) -> None:
             f"This UNet cannot halve images of {height} × {width} pixels: "
             f"choose multiples of {multiple}."
         )
+
+
+def find_most_steps(config: Config) -> int:
+    """Return how many steps can have timesteps of their own."""
+    return config.schedule.num_train_timesteps - config.schedule.steps_offset - 1
 
 
 def check_steps(steps: int | jax.Array, most: int) -> None:
