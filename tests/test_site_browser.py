@@ -1,4 +1,4 @@
-"""The site and JupyterLab as people see them: in Chromium, which .ci/run installs."""
+"""The site as people see it: in Chromium, which .ci/run installs."""
 
 import os
 import re

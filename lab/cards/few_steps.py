@@ -106,11 +106,10 @@ def scores_of_seeds() -> list[str]:
     for row in read_record(STUDENTS):
         asked, answer = row["question"], row["answer"]
         steps = answer["judged"][-1]["step"]
-        kind = steps, *(asked[name] for name in sorted(asked) if name != "seed")
-        by_seed.setdefault(kind, []).append((asked["way"], answer["final"]))
+        others = [asked[name] for name in sorted(asked) if name != "seed"]
+        by_seed.setdefault((asked["way"], steps, *others), []).append(answer["final"])
     sentences = []
-    for (steps, *_), found in by_seed.items():
-        (way, *_), finals = zip(*found, strict=True)
+    for (way, steps, *_), finals in by_seed.items():
         if len(finals) == 1:
             continue
         counts = []
