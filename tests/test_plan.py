@@ -167,6 +167,19 @@ def test_the_recorded_plan_of_klein_has_ulysses_first(model, chip):
     assert next(iter(rank(found, plan.step_flops(job), 8))) == Way("Ulysses", share=8)
 
 
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+def test_the_recorded_plan_of_xl_has_half_of_guidance_on_each_side_first(chip):
+    """Its 10 heads cannot be divided by 4 or 8 chips, so pixels are."""
+    job = make_job("sdxl", chip=chip, chips=8)
+    found = plan.known_splits(job, read_record("ask/plans"))
+    kinds = {way.kind for way in job.ways if way not in found}
+    assert kinds == {TENSOR, "Ulysses"}
+    assert all("10 heads cannot be divided" in job.why_not(way) for way in set(job.ways) - found.keys())
+    ranked = list(rank(found, plan.step_flops(job), 8))
+    assert ranked[0] == Way(CONTEXT, halves=2, share=4)
+    assert ranked[-1] == Way("ring", share=8)
+
+
 def split_of(schedule, exchanges=(), usable=2**30, least_bytes=0):
     chip = Chip("v5e", peak=1e14, bandwidth=1e12, on_chip=0, usable_hbm=usable)
     memory = Memory(2**20, 0, 0, 0)

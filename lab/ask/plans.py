@@ -11,6 +11,8 @@ JOBS = [
     ("flux2", "v6e", 8),
     ("flux2", "v5e", 8),
     ("flux2-9b", "v6e", 8),
+    ("sdxl", "v6e", 8),
+    ("sdxl", "v5e", 8),
 ]
 
 
