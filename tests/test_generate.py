@@ -93,6 +93,7 @@ REFUSALS = [
     ("sd", {"width": -64}, "cannot halve images of 512 × -64 pixels: choose multiples of 64."),
     ("sd", {"sampler": "heun"}, "There is no sampler 'heun': choose one of ddim, euler"),
     ("sd", {"decode_batch": 0}, "decode_batch is 0: give 1 or more, or None for all images."),
+    ("sd", {"decode_tile": 3}, "A tile has 3 latents along a side: give 4 or more."),
     ("sd", {"attention": "fast"}, "There is no attention 'fast': choose one of automatic"),
     (
         "sd",

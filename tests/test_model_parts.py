@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from course import sd
-from course.model.autoencoder import autoencoder_parameters
+from course.model.autoencoder import autoencoder_parameters, decode_in_tiles
 from course.model.files import (
     OLD_NAMES,
     stack_layers,
@@ -128,6 +128,34 @@ def test_a_vae_gives_what_pytorchs_gives(recorded):
     assert is_close(channels_first(mean), recorded["mean"])
     assert is_close(channels_first(deviation), recorded["deviation"])
     assert is_close(channels_first(decoded), recorded["decoded"])
+
+
+@pytest.mark.parametrize("sides", [(16, 16), (21, 9), (3, 30)])
+@pytest.mark.parametrize("tile", [4, 5, 8, 64])
+def test_tiles_pass_into_one_another(sides, tile):
+    """Where a decoder looks at one latent only, tiles change nothing."""
+
+    def enlarge(latents):
+        return latents.repeat(8, axis=1).repeat(8, axis=2)
+
+    latents = jax.random.normal(jax.random.key(0), (2, *sides, 3))
+    found = decode_in_tiles(enlarge, latents, tile)
+    np.testing.assert_allclose(found, enlarge(latents), atol=1e-6)
+
+
+def test_a_vae_decodes_tiles_as_they_are_and_one_tile_as_the_whole():
+    config = read_part_config("vae", common.SMALL_VAE)
+    p = make_up(autoencoder_parameters(config))
+    latents = channels_last(common.made_up_input("latents of an image", 1, 4, 4, 6))
+    whole = vae.decode(p, config, latents)
+    np.testing.assert_allclose(vae.decode(p, config, latents, tile=6), whole, atol=1e-5)
+    tiles = vae.decode(p, config, latents, tile=4)
+    scale = whole.shape[1] // 4
+    # The left tile has four columns, of which the right one shares two.
+    left = vae.decode(p, config, latents[:, :, :4])
+    alone = np.s_[:, :, : 2 * scale]
+    np.testing.assert_allclose(tiles[alone], left[alone], atol=1e-5)
+    assert np.abs(tiles - whole).max() > 1e-3
 
 
 @pytest.mark.parametrize("sampler", sd.SAMPLERS)

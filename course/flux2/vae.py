@@ -45,15 +45,23 @@ def encode(p: dict, config: VAEConfig, images: jax.Array) -> jax.Array:
     return (pack(latents, config) - mean) / deviation
 
 
-def decode(p: dict, config: VAEConfig, tokens: jax.Array, height: int, width: int) -> jax.Array:
+def decode(
+    p: dict,
+    config: VAEConfig,
+    tokens: jax.Array,
+    height: int,
+    width: int,
+    tile: int | None = None,
+) -> jax.Array:
     """Turn tokens into images, with ``AutoencoderKLFlux2.decode`` on the way.
 
     Tokens are (batch, tokens, channels), and height and width the image's in pixels. Images are
-    from 0 to 1, (batch, height, width, 3), float32.
+    from 0 to 1, (batch, height, width, 3), float32. With ``tile``, see
+    ``course.model.autoencoder.decode_in_tiles``.
     """
     mean, deviation = _statistics(p, config)
     latents = unpack(tokens * deviation + mean, config, height, width)
-    return decode_latents(p, config, latents, attention=SCORES_IN_FLOAT32)
+    return decode_latents(p, config, latents, attention=SCORES_IN_FLOAT32, tile=tile)
 
 
 def pack(latents: jax.Array, config: VAEConfig) -> jax.Array:

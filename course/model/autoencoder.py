@@ -161,13 +161,21 @@ def decode_latents(
     latents: jax.Array,
     attention: str | Callable = "automatic",
     clip: bool = True,
+    tile: int | None = None,
 ) -> jax.Array:
     """Return the images of latents.
 
     Latents, as the encoder gives them, are (batch, height, width, latent channels). Images are from
     0 to 1, (batch, 8 height, 8 width, 3), float32. Training leaves ``clip`` out: what is clipped
-    has no gradient.
+    has no gradient. With ``tile``, see `decode_in_tiles`.
     """
+    if tile is not None:
+
+        def decode_one(latents: jax.Array) -> jax.Array:
+            return decode_latents(p, config, latents, attention, clip=False)
+
+        images = decode_in_tiles(decode_one, latents, tile)
+        return images.clip(0, 1) if clip else images
     levels = len(config.block_out_channels)
     groups = config.norm_num_groups
     with jax.named_scope("decoder"):
@@ -184,6 +192,72 @@ def decode_latents(
         x = conv(p, "decoder.conv_out", x)
         images = x.astype(jnp.float32) / 2 + 0.5
         return images.clip(0, 1) if clip else images
+
+
+def check_tile(tile: int) -> None:
+    """Raise ``ValueError`` unless a tile can have so many latents along a side."""
+    if tile < 4:
+        raise ValueError(f"A tile has {tile} latents along a side: give 4 or more.")
+
+
+def decode_in_tiles(
+    decode: Callable[[jax.Array], jax.Array], latents: jax.Array, tile: int
+) -> jax.Array:
+    """Decode one tile of an image after another, so that no more memory is taken than for a tile.
+
+    Tiles overlap by a quarter, and there one passes into the next, as in diffusers'
+    ``AutoencoderKL.enable_tiling``. What a decoder finds out about the whole image, its norms and
+    its attention find out about a tile here, so images differ a little.
+
+    Parameters
+    ----------
+    decode : callable
+        From latents to images.
+    latents : jax.Array
+        (batch, height, width, channels).
+    tile : int
+        Latents along each side of a tile, at least 4.
+
+    Returns
+    -------
+    jax.Array
+        Images, as ``decode`` returns them for all latents.
+    """
+    check_tile(tile)
+    batch, *sides, channels = latents.shape
+    tile_sides = [min(tile, side) for side in sides]
+    overlap = tile // 4
+    starts = [
+        sorted({*range(0, side - size, tile - overlap), side - size})
+        for side, size in zip(sides, tile_sides, strict=True)
+    ]
+    of_tile = jax.eval_shape(
+        decode, jax.ShapeDtypeStruct((batch, *tile_sides, channels), latents.dtype)
+    )
+    scale = of_tile.shape[1] // tile_sides[0]
+    # From 1 at an edge to more, over as many pixels as tiles overlap by.
+    ramps = []
+    for size in tile_sides:
+        place = jnp.arange(scale * size)
+        ramps.append(jnp.minimum(1 + jnp.minimum(place, place[::-1]), scale * overlap))
+    weight = (ramps[0][:, None] * ramps[1]).astype(of_tile.dtype)[None, :, :, None]
+
+    def add(sums: tuple, start: jax.Array) -> tuple:
+        row, column = start
+        part = jax.lax.dynamic_slice(latents, (0, row, column, 0), (batch, *tile_sides, channels))
+        corner = (0, scale * row, scale * column, 0)
+        added = []
+        for total, new in zip(sums, (decode(part) * weight, weight), strict=True):
+            old = jax.lax.dynamic_slice(total, corner, new.shape)
+            added.append(jax.lax.dynamic_update_slice(total, old + new, corner))
+        return tuple(added), None
+
+    height, width = (scale * side for side in sides)
+    images = jnp.zeros((batch, height, width, of_tile.shape[-1]), of_tile.dtype)
+    weights = jnp.zeros((1, height, width, 1), of_tile.dtype)
+    corners = jnp.array([(row, column) for row in starts[0] for column in starts[1]])
+    (images, weights), _ = jax.lax.scan(add, (images, weights), corners)
+    return images / weights
 
 
 def _middle(p: dict, name: str, x: jax.Array, groups: int, attention: str | Callable) -> jax.Array:

@@ -100,6 +100,7 @@ def inpaint(
     guided: bool = True,
     guidance_axis: str | None = None,
     decode_batch: int | None = None,
+    decode_tile: int | None = None,
 ) -> jax.Array:
     """Draw over images where a mask is 1, as diffusers' ``StableDiffusionInpaintPipeline`` does.
 
@@ -119,7 +120,7 @@ def inpaint(
         The share of the steps that is taken, from 0 to 1. A different one compiles nothing again.
     sampler : str, optional
         "ddim", "euler" or "dpm++"; by default the model's own.
-    unguided_below, attention, guided, guidance_axis, decode_batch
+    unguided_below, attention, guided, guidance_axis, decode_batch, decode_tile
         As of ``generate``.
 
     Returns
@@ -133,7 +134,7 @@ def inpaint(
         If the sampler is PNDM, which cannot start in the middle, if images are whole numbers, or as
         of ``generate``.
     """
-    check_drawing(attention, decode_batch)
+    check_drawing(attention, decode_batch, decode_tile)
     guided = guided and is_guided(guidance)
     _, height, width, _ = images.shape
     condition, noise = prepare(
@@ -170,4 +171,4 @@ def inpaint(
     )
     if mask is not None:
         latents = jnp.where(draws, latents, image)
-    return decode_images(params, config, latents, attention, decode_batch)
+    return decode_images(params, config, latents, attention, decode_batch, decode_tile)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from course.model.attention import find_attention
+from course.model.autoencoder import check_tile
 from course.model.guidance import guide, is_guided, pair, unpair
 from course.model.parameters import check_parameters
 from course.sd.clip import encode_text
@@ -29,6 +30,7 @@ STATIC = (
     "guided",
     "guidance_axis",
     "decode_batch",
+    "decode_tile",
 )
 
 
@@ -315,11 +317,15 @@ def denoise(
     return jnp.where((steps >= 1) & (steps <= most_steps), latents, jnp.nan)
 
 
-def check_drawing(attention: str | Callable, decode_batch: int | None) -> None:
+def check_drawing(
+    attention: str | Callable, decode_batch: int | None, decode_tile: int | None
+) -> None:
     """Raise ``ValueError``, before long work, unless these arguments of ``generate`` can be."""
     find_attention(attention)
     if decode_batch is not None and decode_batch < 1:
         raise ValueError(f"decode_batch is {decode_batch}: give 1 or more, or None for all images.")
+    if decode_tile is not None:
+        check_tile(decode_tile)
 
 
 def decode_images(
@@ -328,13 +334,14 @@ def decode_images(
     latents: jax.Array,
     attention: str | Callable = "automatic",
     decode_batch: int | None = None,
+    decode_tile: int | None = None,
 ) -> jax.Array:
     """Return the images of latents, ``decode_batch`` at a time; arguments as of ``generate``."""
     if decode_batch is None:
-        return decode(params["vae"], config.vae, latents, attention)
+        return decode(params["vae"], config.vae, latents, attention, decode_tile)
 
     def decode_one(latents: jax.Array) -> jax.Array:
-        return decode(params["vae"], config.vae, latents[None], attention)[0]
+        return decode(params["vae"], config.vae, latents[None], attention, decode_tile)[0]
 
     return jax.lax.map(decode_one, latents, batch_size=decode_batch)
 
@@ -357,6 +364,7 @@ def generate(
     guided: bool = True,
     guidance_axis: str | None = None,
     decode_batch: int | None = None,
+    decode_tile: int | None = None,
 ) -> jax.Array:
     """Draw an image for each prompt.
 
@@ -402,6 +410,9 @@ def generate(
         the decoder needs more memory than a step, so with 1 a larger batch fits. Inside
         ``jax.shard_map`` it counts each device's images; with ``jax.jit`` alone leave it out, since
         the images of all devices would be decoded one after another.
+    decode_tile : int, optional
+        How many latents a tile has along each side, if the VAE is to decode an image in tiles, see
+        ``course.model.autoencoder.decode_in_tiles``. For images of more than 1024 × 1024 pixels.
 
     Returns
     -------
@@ -414,7 +425,7 @@ def generate(
     ValueError
         If ids, sizes, parameters, names or a number of steps do not fit.
     """
-    check_drawing(attention, decode_batch)
+    check_drawing(attention, decode_batch, decode_tile)
     guided = guided and is_guided(guidance)
     height = config.side if height is None else height
     width = config.side if width is None else width
@@ -434,7 +445,7 @@ def generate(
         guided=guided,
         guidance_axis=guidance_axis,
     )
-    return decode_images(params, config, latents, attention, decode_batch)
+    return decode_images(params, config, latents, attention, decode_batch, decode_tile)
 
 
 def make_drawing(

@@ -21,11 +21,15 @@ def encode(
 
 
 def decode(
-    p: dict, config: VAEConfig, latents: jax.Array, attention: str | Callable = "automatic"
+    p: dict,
+    config: VAEConfig,
+    latents: jax.Array,
+    attention: str | Callable = "automatic",
+    tile: int | None = None,
 ) -> jax.Array:
     """diffusers' ``AutoencoderKL.decode``: latents to images.
 
     Latents are (batch, height, width, 4). Images are from 0 to 1, (batch, 8 height, 8 width, 3),
-    float32.
+    float32. With ``tile``, see ``course.model.autoencoder.decode_in_tiles``.
     """
-    return decode_latents(p, config, latents / config.scaling_factor, attention)
+    return decode_latents(p, config, latents / config.scaling_factor, attention, tile=tile)
