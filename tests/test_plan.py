@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import math
 import platform
 import runpy
 
@@ -125,6 +126,16 @@ def test_what_cannot_be_planned_gets_one_sentence(settings, sentence, capsys, tm
     assert sentence in said
     assert said.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 4), (4, 2), (1, 4), (2, 2)])
+def test_neighbours_of_the_mesh_are_neighbours_on_the_grid(sizes):
+    mesh = splits.make_mesh("v6e", dict(zip(("data", "tokens"), sizes, strict=True)))
+    for group in mesh.devices:
+        for one, next_one in zip(group, [*group[1:], group[0]], strict=True):
+            apart = np.subtract(one.coords, next_one.coords)
+            assert np.abs(apart).sum() == 1
+    assert len(set(mesh.devices.flat)) == math.prod(sizes)
 
 
 # Which comes first

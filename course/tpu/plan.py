@@ -283,7 +283,7 @@ class Bound(NamedTuple):
     split: Split
     computing: float  #: by FLOPs, or by the bytes that have to be moved, whichever takes longer
     exchanging: float  #: over the links
-    hidden: float  #: of the exchange, what the schedule can hide behind products at most
+    hidden: float  #: of the exchange, what the schedule hides behind products at the peak
 
     @property
     def seconds(self) -> float:
@@ -423,8 +423,8 @@ def say(job: Job, answers: Answers, bounds: Mapping[Way, Bound]) -> str:
         blocks.append(table_of(bounds))
         blocks.append(
             "These are bounds, and no estimates of the time: each product at the chip's peak, each "
-            "byte at the\nfull speed of a link. What is hidden is what the compiler placed beside "
-            "products, at most."
+            "byte at the\nfull speed of a link. What is hidden fits beside the products that the "
+            "compiler placed there,\nat the peak."
         )
         if any(found.split.exchanges for found in bounds.values()):
             blocks.append(table_of_exchange(bounds))

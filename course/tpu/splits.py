@@ -138,10 +138,23 @@ def check_way(way: Way, config: Config, program: Program) -> None:
 
 
 def make_mesh(chip: str, sizes: dict[str, int]) -> Mesh:
-    """Return a mesh of chips that are not there; ``sizes`` has as many for each of its axes."""
-    devices = np.array(tpu_devices(chip, math.prod(sizes.values())))
+    """Return a mesh of chips that are not there; ``sizes`` has as many for each of its axes.
+
+    Along the last axis neighbours are neighbours on the grid, and so are the last chip and the
+    first. ``jax.make_mesh`` does this for chips that are there, by their numbers.
+    """
+    devices = tpu_devices(chip, math.prod(sizes.values()))
+    *_, share = sizes.values()
+    groups = [ring_order(devices[at : at + share]) for at in range(0, len(devices), share)]
     types = (AxisType.Auto,) * len(sizes)
-    return Mesh(devices.reshape(*sizes.values()), tuple(sizes), axis_types=types)
+    return Mesh(np.array(groups).reshape(*sizes.values()), tuple(sizes), axis_types=types)
+
+
+def ring_order(devices: list) -> list:
+    """Return chips that lie in two rows in the order of a ring: one row, and the other back."""
+    near = [device for device in devices if device.coords[0] == 0]
+    far = [device for device in devices if device.coords[0] != 0]
+    return near + far[::-1]
 
 
 def place(shapes, sharding):
