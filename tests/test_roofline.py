@@ -1,10 +1,21 @@
 """A roofline for each instruction of a compiled program: closed forms."""
 
-import pytest
+import base64
+import dataclasses
 
-from course.tpu.chips import Chip
-from course.tpu.roofline import Roofline, count_instructions, read_arrays, read_roofline
-from lab.ask.kernels import count_bundles
+import pytest
+from jax.experimental.pallas import tpu
+
+from course.tpu.chips import CHIPS, Chip, find_chip
+from course.tpu.roofline import (
+    Roofline,
+    clock_of,
+    count_instructions,
+    read_arrays,
+    read_roofline,
+    seconds_by_kind,
+)
+from lab.ask.schedules import blocks_of_keys, count_all, count_bundles
 
 # A second for 2^40 operations, and one for 2^30 bytes; its MXU has 128 rows and columns.
 CHIP = Chip("v5e", peak=2.0**40, bandwidth=2.0**30, on_chip=0, usable_hbm=2**40)
@@ -54,6 +65,19 @@ def test_tiles_are_filled():
     assert read_arrays(array((8192, 64)))[0].bytes == 8192 * 128 * 2
     assert read_arrays("f32[100]{0:T(128)}")[0].bytes == 128 * 4
     assert read_arrays("bf16[64,3,128]{2,0,1:T(8,128)(2,1)}")[0].bytes == 64 * 3 * 128 * 2
+
+
+def test_products_of_int8_take_half_as_long():
+    lines = [line.replace("bf16", "s8") for line in product(space="S(1)")]
+    lines[-1] = lines[-1].replace("%y = s8", "%y = s32")
+    assert seconds_of(*lines).multiplying == 0.5
+    v4 = dataclasses.replace(CHIP, name="v4")
+    assert read_roofline(text_of(*lines), v4).multiplying == 1.0
+    for name, kind in CHIPS.items():  # v4 and TPU7x have no rate of their own in the table
+        version = tpu.ChipVersion(name.removeprefix("tpu"))
+        figures = tpu.get_tpu_info_for_chip(version, kind.cores)
+        rate = figures.int8_ops_per_second / figures.bf16_ops_per_second
+        assert kind.int8_rate == max(rate, 1)
 
 
 def test_a_kernel_with_queries_keys_and_values_is_attention():
@@ -146,10 +170,39 @@ def test_a_loop_counts_as_often_as_it_goes_round_and_exchange_not_at_all():
     assert count_instructions(text, CHIP) == {"add": 20, "negate": 20, "all-to-all": 20}
 
 
+def test_an_instruction_takes_at_least_as_long_as_its_bundles():
+    clock = clock_of(CHIP)
+    text = text_of(*product())
+    few, many = {"y": int(0.9 * clock)}, {"y": int(1.5 * clock), "another": 10**12}
+    assert read_roofline(text, CHIP, few) == Roofline(multiplying=1.0, bytes=3 * 2**27)
+    found = read_roofline(text, CHIP, many)
+    assert found.multiplying == found.moving == 0
+    assert found.seconds == found.issuing == pytest.approx(1.5, rel=1e-6)
+
+
+def test_seconds_have_a_kind():
+    lines = [*product(space="S(1)")[:2], product(space="S(1)")[2].replace("ROOT ", "")]
+    lines.append(f"ROOT %z = {array(LARGE)} negate(%y)")
+    clock = clock_of(CHIP)
+    found = seconds_by_kind(text_of(*lines), CHIP, {"y": int(2 * clock)})
+    assert found["products"] == pytest.approx(2, rel=1e-6)
+    assert found["others"] == pytest.approx(2**27 / 2**30)
+    assert found["kernels"] == 0
+
+
+def test_the_clock_is_that_of_the_papers():
+    """Jouppi et al. (2023) give v4's; the others are those of jax-ml.github.io/scaling-book."""
+    published = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9}
+    for name in CHIPS:
+        clock = clock_of(find_chip(name))
+        assert clock == pytest.approx(published.get(name, clock), rel=0.005)
+        assert 1e9 < clock < 2.5e9
+
+
 KERNEL = """\
 LB: loop body
    0x0   :  { %s1 = smov 0 }
-   0x1 LB: > { %s2 = sadd.s32 1, %s1 }
+   0x1 LB: > { %s2 = sadd.s32 1, %s1 /* iteration index, stage = 0 */ } /* Start region 1 */
    0x2   : > { %4 = sbr.rel (%p1) target = $region5 }
    0x3   : > { vst 0 } /* Start region 4 */
    0x4   : > { vst 1 }
@@ -166,4 +219,50 @@ LB: loop body
 
 def test_a_kernels_bundles_count_as_often_as_they_run():
     """Of ten bundles in twelve rounds, two only begin the sums of one block of three."""
-    assert count_bundles(KERNEL, blocks=3) == 12 * 8 + 4 * 2
+    assert count_bundles(KERNEL, blocks=3) == 12 * 8 + 4 * 2 + 2
+    assert count_bundles(KERNEL) == 12 * 10 + 2
+
+
+NESTED = """\
+     0   :  { %s1 = smov 0 }
+   0x1 LB: > { %s2 = sadd.s32 1, %s1 /* iteration index, stage = 0 */ } /* Start region 1 */
+   0x2 LB: >> { %s3 = sadd.s32 1, %s1 } /* Start region 2 */
+   0x3   : >> { %p1_p0 = scmp.ge.s32.totalorder %s3, 5 }
+   0x4   : >> { %4 = sbr.rel (!%p1_p0) target = $region2 }
+   0x5   : > { %p2_p1 = scmp.ge.s32.totalorder %s2, 9 /* loop exit test */ }
+   0x6   : > { %6 = sbr.rel (!%p2_p1) target = $region1 }
+"""
+
+
+def test_a_loop_in_a_loop_runs_as_often_as_both_say():
+    assert count_bundles(NESTED) == 1 + 7 * (1 + 5 * 3 + 2)
+    # With more blocks on their way at a time, more rounds only begin and end.
+    assert count_bundles(NESTED.replace("stage = 0", "stage = 3")) == 1 + 3 * (1 + 5 * 3 + 2)
+    assert count_bundles(NESTED.replace("iteration index, stage = 0", "")) == 1 + 9 * 18
+    # Where it is not said how often, it counts once.
+    assert count_bundles(NESTED.replace("9 /* loop exit test */", "%s9")) == 1 + 18
+
+
+def test_what_is_alike_is_scheduled_once():
+    halves = "\n".join(
+        f"%half.{n} (p: f32[{size}]) -> f32[{size}] {{\n"
+        f"  %p.{n} = f32[{size}]{{0}} parameter(0)\n"
+        f"  ROOT %h.{n} = f32[{size}]{{0}} negate(%p.{n})\n}}\n"
+        for n, size in enumerate((8, 8, 16))
+    )
+    lines = ["%x = f32[8]{0} parameter(0)", "%z = f32[16]{0} parameter(1)"]
+    for n in range(3):
+        size, operand = (16, "z") if n == 2 else (8, "x")
+        lines.append(
+            f"%y.{n} = f32[{size}]{{0}} fusion(%{operand}), kind=kLoop, calls=%half.{n}, "
+            f'metadata={{op_name="{n}"}}'
+        )
+    text = text_of(*lines, before=halves)
+    assert count_all(text, {"y.1": NESTED}) == {"y.0": 127, "y.1": 127}
+    assert count_all(text, {"y.2": NESTED, "TLP": NESTED}) == {"y.2": 127}
+
+
+def test_a_kernel_says_how_many_blocks_of_keys_it_has():
+    body = base64.b64encode(b"iteration_bounds = array<i64: 2, 20, 2, 3>, scratch").decode()
+    assert blocks_of_keys(f'%k = custom-call(%q), backend_config={{"body":"{body}"}}') == 3
+    assert blocks_of_keys("%k = fusion(%q), kind=kLoop") == 0

@@ -37,6 +37,7 @@ class Kind(NamedTuple):
     usable_gib: float  #: of HBM on a device; the compiler says so when it refuses a program
     cores: int = 1  #: that act as one device
     mxu: int = 128  #: its matrix unit has so many rows and columns of multipliers
+    int8_rate: int = 2  #: how many products of int8 it takes in the time of one of bfloat16
 
 
 class Place(NamedTuple):
@@ -57,11 +58,11 @@ PLACES: dict[jax.Device, Place] = {}  # of every device that `tpu_devices` gave
 FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4)}
 CUBIC = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}
 CHIPS = {
-    "v4": Kind(("TPU v4",), CUBIC, usable_gib=30.75, cores=2),
+    "v4": Kind(("TPU v4",), CUBIC, usable_gib=30.75, cores=2, int8_rate=1),
     "v5e": Kind(("TPU v5 lite", "TPU v5e"), FLAT, usable_gib=15.75),
     "v5p": Kind(("TPU v5", "TPU v5p"), CUBIC, usable_gib=95.74, cores=2),
     "v6e": Kind(("TPU v6 lite", "TPU v6e"), FLAT, usable_gib=31.25, mxu=256),
-    "tpu7x": Kind(("TPU7x",), CUBIC, usable_gib=94.75, mxu=256),
+    "tpu7x": Kind(("TPU7x",), CUBIC, usable_gib=94.75, mxu=256, int8_rate=1),
 }
 
 

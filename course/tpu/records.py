@@ -17,7 +17,8 @@ from course.tpu.chips import CHIPS, Chip, find_chip, require_compiler
 from course.tpu.compiler import ask_compiler, versions
 from course.tpu.hlo import Collective, Copy, Overlap
 from course.tpu.jaxpr import ROWS, Product
-from course.tpu.programs import DECODER, ENCODERS, PARTS, STEP, WHOLE, Program, make_program
+from course.tpu.programs import PARTS, STEP, WHOLE, Program, make_program
+from course.tpu.roofline import clock_of
 from helpers.places import read_record
 
 
@@ -388,9 +389,10 @@ class Published(NamedTuple):
     chip: str
     seconds: float  #: until the images are there
     source: str
-    chips: int = 1  #: on which these images are drawn
+    chips: int = 1  #: on which these images are drawn; each device of a TPU7x chip counts as one
     images: int = 1  #: drawn at a time
     step_seconds: float | None = None  #: of one step, where that was published
+    model: str = "sdxl"
 
 
 BLOG = "https://huggingface.co/blog/sdxl_jax"
@@ -404,23 +406,43 @@ PUBLISHED = (
     Published("TPU v5e-4, JAX 0.4.16", "v5e", 2.33, BLOG),
     Published("TPU v4-8, JAX 0.4.16", "v4", 2.16, BLOG),
 )
-# FLUX.2-klein-4B in four steps.
+# FLUX.2-klein in four steps. On the TPU7x chip each of its two devices has four of eight images.
 PUBLISHED_KLEIN = (
     Published(
-        "MaxDiffusion, v6e-8, one image over eight chips",
+        "klein-4B, v6e-8, one image over eight chips",
         "v6e",
         0.394,
         f"{MAXDIFFUSION}/457",
         chips=8,
         step_seconds=0.06392,
+        model="flux2",
     ),
     Published(
-        "MaxDiffusion, v6e, four images on one chip",
+        "klein-9B, v6e-8, one image over eight chips",
+        "v6e",
+        0.686,
+        f"{MAXDIFFUSION}/457",
+        chips=8,
+        step_seconds=0.13705,
+        model="flux2-9b",
+    ),
+    Published(
+        "klein-4B, v6e, four images on one chip",
         "v6e",
         3.65,
         f"{MAXDIFFUSION}/434",
         images=4,
         step_seconds=0.7953,
+        model="flux2",
+    ),
+    Published(
+        "klein-9B, TPU7x, eight images on one chip",
+        "tpu7x",
+        3.52,
+        f"{MAXDIFFUSION}/445",
+        images=4,
+        step_seconds=2.96 / 4,
+        model="flux2-9b",
     ),
 )
 
@@ -517,45 +539,59 @@ def filled_flops(products: dict[Product, int], chip: Chip, rows: int = ROWS) -> 
     return sum(count * each.padded_flops(tile, rows) for each, count in products.items())
 
 
-BOUNDS = ("multiplying", "moving", "exchanging")  # what a step takes, one after another
-
-
 class Prediction(NamedTuple):
-    """Seconds of a published run, measured, and as three bounds have it beforehand.
+    """Seconds of a published run, measured, and as four rules have it beforehand.
 
     They are those of a step where that was published, and else those until the images are there.
+    The first three are bounds. The last two are None if nobody asked about the step.
     """
 
     published: Published
     measured: float
     by_flops: float  #: all products at the chip's peak
     by_tiles: float  #: once they fill the MXU's tiles, see `padded_seconds`
-    #: of a step, each instruction by itself, and what the chip waits for when it exchanges, see
-    #: ``course.tpu.roofline``; of other parts as by tiles. None if nobody asked about the step.
-    by_instructions: float | None
+    #: each instruction by itself, its bundles counted, and what the chip waits for when it
+    #: exchanges, see ``course.tpu.roofline``; parts that nobody asked about, as by tiles
+    by_schedule: float | None
+    #: as many cycles as the compiler expects of each instruction, and a kernel's bundles; no bound
+    by_cycles: float | None
 
 
 def predicted_times() -> list[Prediction]:
     """Return what is said beforehand of the published runs; nothing is fitted to them."""
-    seconds = {}
+    answers = {}
     for row in read_record("ask/rooflines"):
-        seconds[tuple(row["question"].values())] = sum(row["answer"][of] for of in BOUNDS)
+        answers[tuple(row["question"].values())] = row["answer"]
     found = []
-    for model, runs in {"sdxl": PUBLISHED, "flux2": PUBLISHED_KLEIN}.items():
-        products, flops = recorded_products(model), recorded_flops(model)
-        for run in runs:
-            step = seconds.get((model, run.chip, run.chips, run.images))
-            program = make_program("sdxl", run.chip, steps=20)
+    for run in (*PUBLISHED, *PUBLISHED_KLEIN):
+        if run.step_seconds is None:
+            program = make_program(run.model, run.chip, steps=20)
             chip = recorded_report(program, STEP).chip
-            if model == "sdxl":
-                total = sum(program.runs(part) * flops[part] for part in PARTS)
-                others = sum(filled_flops(products[part], chip) for part in (ENCODERS, DECODER))
-                by_tiles = padded_seconds(program, chip)
-                step = step and program.steps * step + others / chip.peak
-                times = (run.seconds, total / chip.peak, by_tiles, step)
+            parts = {part: program.runs(part) for part in PARTS}
+        else:
+            chip = Chip(**answers[run.model, run.chip, run.chips, run.images, STEP]["chip"])
+            parts = {STEP: 1}
+        by_flops = by_tiles = by_schedule = by_cycles = 0.0
+        for part, runs in parts.items():
+            answer = answers.get((run.model, run.chip, run.chips, run.images, part))
+            products = recorded_products(run.model)[part if run.model == "sdxl" else "step"]
+            share = runs * run.images / run.chips / chip.peak
+            tiles = share * filled_flops(products, chip)
+            by_flops += share * sum(count * each.flops for each, count in products.items())
+            by_tiles += tiles
+            if answer:
+                cycles = sum(answer["expected cycles"].values()) / clock_of(chip)
+                by_schedule += runs * sum(answer[bound] for bound in BOUNDS)
+                by_cycles += runs * (cycles + answer["exchanging"])
             else:
-                peak = chip.peak * run.chips / run.images
-                filled = filled_flops(products["step"], chip)
-                times = (run.step_seconds, flops["step"] / peak, filled / peak, step)
-            found.append(Prediction(run, *times))
+                by_schedule += tiles
+                by_cycles += tiles
+        if (run.model, run.chip, run.chips, run.images, STEP) not in answers:
+            by_schedule = by_cycles = None
+        measured = run.seconds if run.step_seconds is None else run.step_seconds
+        found.append(Prediction(run, measured, by_flops, by_tiles, by_schedule, by_cycles))
     return found
+
+
+# What a step takes, one after another.
+BOUNDS = ("multiplying", "moving", "issuing", "exchanging")

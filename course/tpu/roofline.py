@@ -1,18 +1,20 @@
 """How long a compiled program takes by its own text: a roofline for each of its instructions.
 
 An instruction takes as long as its products at the chip's peak, once the tiles of the MXU are
-filled, or as long as the bytes that it reads from HBM and writes there, whichever takes longer.
+filled, as long as the bytes that it reads from HBM and writes there, or, where that is known, as
+long as a chip needs for the bundles that the compiler scheduled for it, whichever takes longest.
 Instructions of one chip run one after another, so these times are added up. What lies in the memory
 on the chip costs no bytes, and copies that run in the background cost nothing, unless all bytes
 together take longer. This is a bound for the program as it was compiled, and nothing in it was
-measured: what the vector unit does, and what a chip waits for besides, are not in it.
+measured: what a chip waits for besides is not in it.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from course.tpu.chips import CHIPS, Chip
@@ -35,6 +37,7 @@ FREE = (
     r"replica-id|tuple|[\w-]+-(?:start|done|update)"
 )
 KERNEL = 'custom_call_target="tpu_custom_call"'
+MXUS = 4  # of a core; from v6e on they are two, and each takes two rows of numbers in a cycle
 
 
 class Array(NamedTuple):
@@ -43,6 +46,7 @@ class Array(NamedTuple):
     sides: tuple[int, ...]
     bytes: int  #: with what fills up its tiles
     space: int  #: the memory space that it lies in: 0 is HBM
+    dtype: str = ""  #: as the compiler calls it, such as ``bf16``
 
 
 class Instruction(NamedTuple):
@@ -61,24 +65,43 @@ class Roofline:
 
     multiplying: float = 0.0  #: of those that products bound
     moving: float = 0.0  #: of those that bytes bound
+    issuing: float = 0.0  #: of those that bundles bound, one in a cycle
     bytes: float = 0.0  #: read from HBM and written there
 
     def __add__(self, other: "Roofline") -> "Roofline":
         return Roofline(
             self.multiplying + other.multiplying,
             self.moving + other.moving,
+            self.issuing + other.issuing,
             self.bytes + other.bytes,
         )
 
     def __mul__(self, runs: int) -> "Roofline":
-        return Roofline(runs * self.multiplying, runs * self.moving, runs * self.bytes)
+        return Roofline(
+            runs * self.multiplying, runs * self.moving, runs * self.issuing, runs * self.bytes
+        )
 
     @property
     def seconds(self) -> float:
-        return self.multiplying + self.moving
+        return self.multiplying + self.moving + self.issuing
 
 
-def read_roofline(text: str, chip: Chip) -> Roofline:
+def clock_of(chip: Chip) -> float:
+    """Return the cycles of a chip in a second, by its peak.
+
+    Examples
+    --------
+    >>> from course.tpu.chips import find_chip
+    >>> f"{clock_of(find_chip('v5e')):.2g}"
+    '1.5e+09'
+    """
+    kind = CHIPS[chip.name]
+    return chip.peak / kind.cores / (2 * MXUS * kind.mxu**2)
+
+
+def read_roofline(
+    text: str, chip: Chip, bundles: Mapping[str, int] = MappingProxyType({})
+) -> Roofline:
     """Return the time of a program on a chip, but for what it exchanges with others.
 
     Parameters
@@ -87,18 +110,47 @@ def read_roofline(text: str, chip: Chip) -> Roofline:
         Of a compiled program, such as `Report.text`.
     chip : course.tpu.Chip
         Its figures; how wide its MXU is, `CHIPS` says.
+    bundles : Mapping[str, int]
+        How many a run of an instruction takes, by its name. Without them, or where one is missing,
+        only products and bytes count.
     """
-    reader = _Reader(text, chip)
+    reader = _Reader(text, chip, bundles)
     return reader.run(reader.entry)
+
+
+def seconds_by_kind(
+    text: str, chip: Chip, bundles: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, float]:
+    """Return the seconds of a program's roofline by kind of instruction.
+
+    They are those of Pallas "kernels" and of what the compiler makes one of, those of instructions
+    with "products", and those of all "others". Arguments are those of `read_roofline`.
+    """
+    reader = _Reader(text, chip, bundles)
+    seconds = Counter(products=0.0, kernels=0.0, others=0.0)
+    for each, computation, runs in reader.walk(reader.entry):
+        if re.fullmatch(KINDS, each.kind):
+            continue
+        instructions = reader.program[computation]
+        multiplies = reader.flops(each, instructions)
+        kind = "kernels" if KERNEL in each.line else "products" if multiplies else "others"
+        seconds[kind] += runs * reader.cost(each, instructions).seconds
+    return dict(seconds)
 
 
 def count_instructions(text: str, chip: Chip) -> dict[str, int]:
     """Count the instructions of each kind that a run takes one after another."""
-    reader = _Reader(text, chip)
     counts = Counter()
-    for each, _, runs in reader.walk(reader.entry):
+    for each, runs in walk_instructions(text, chip):
         counts[each.kind] += runs
     return dict(counts)
+
+
+def walk_instructions(text: str, chip: Chip) -> Iterator[tuple[Instruction, int]]:
+    """Yield what a run takes one after another, and how often; of branches, the longest."""
+    reader = _Reader(text, chip)
+    for each, _, runs in reader.walk(reader.entry):
+        yield each, runs
 
 
 def read_instructions(lines: list[str]) -> dict[str, Instruction]:
@@ -134,13 +186,15 @@ def read_arrays(text: str) -> tuple[Array, ...]:
                 if place <= len(physical):
                     physical[-place] = side * math.ceil(physical[-place] / side)
         bits = int(re.sub(r"\D", "", dtype) or 8)
-        found.append(Array(sides, bits * math.prod(physical) // 8, memory_space(layout)))
+        size = bits * math.prod(physical) // 8
+        found.append(Array(sides, size, memory_space(layout), dtype))
     return tuple(found)
 
 
 class _Reader:
-    def __init__(self, text: str, chip: Chip):
+    def __init__(self, text: str, chip: Chip, bundles: Mapping[str, int] = MappingProxyType({})):
         self.chip = chip
+        self.bundles = bundles
         self.tile = CHIPS[chip.name].mxu
         self.computations = read_computations(text)
         self.program = {name: read_instructions(lines) for name, lines in self.computations.items()}
@@ -177,14 +231,22 @@ class _Reader:
         multiplying = self.flops(each, instructions) / self.chip.peak
         size = self.bytes(each, instructions)
         moving = size / self.chip.bandwidth
+        issuing = self.bundles.get(each.name, 0) / clock_of(self.chip)
+        if issuing > max(multiplying, moving):
+            return Roofline(issuing=issuing, bytes=size)
         if multiplying >= moving:
             return Roofline(multiplying=multiplying, bytes=size)
         return Roofline(moving=moving, bytes=size)
 
     def flops(self, each: Instruction, instructions: dict[str, Instruction]) -> float:
-        """Count the operations of an instruction's products, once tiles are filled."""
+        """Count the operations of an instruction's products, once tiles are filled.
+
+        Those of int8 count by the time that they take.
+        """
         if each.kind == "convolution":
-            return filled_flops(each, instructions, self.tile)
+            # Of products of int8, sums are int32.
+            rate = CHIPS[self.chip.name].int8_rate if each.result[0].dtype == "s32" else 1
+            return filled_flops(each, instructions, self.tile) / rate
         if KERNEL in each.line:
             return attention_flops(each, instructions, self.tile)
         total = 0.0

@@ -5,6 +5,7 @@ anything takes. A call's least time is that of its operations, which are counted
 All of it takes about an hour on 2 cores, most of it for the whole step.
 """
 
+import dataclasses
 import functools
 import re
 from collections import Counter
@@ -20,11 +21,15 @@ from course.model.quantize import quantize
 from course.sd import ATTENTION
 from course.sd.unet import Block, Condition, transformer, transformer_parameters
 from course.tpu import make_program, tpu_devices
+from course.tpu.chips import find_chip
+from course.tpu.compiler import compile_apart
 from course.tpu.hlo import called_by, read_computations, rounds_of
 from course.tpu.jaxpr import equations_of, read_product
 from course.tpu.pieces import Piece, array, load_config, model_step
 from course.tpu.programs import DECODER, ENCODERS, STEP
 from course.tpu.records import recorded_report
+from course.tpu.roofline import read_roofline
+from lab.ask.schedules import compile_with_bundles, count_all
 
 CALL = "a call of 20 steps"
 GAINING = "int8 where it gains"
@@ -132,11 +137,11 @@ def take_pieces() -> dict[str, Callable[[], Piece]]:
     return found
 
 
-def compile_piece(name: str, weights: str) -> str:
-    """Return a piece in the compiler's language. It runs in this process, and may end it."""
+def lower_piece(name: str, weights: str) -> jax.stages.Lowered:
+    """Return a piece, lowered for the chip."""
     piece = with_weights(take_pieces()[name](), weights)
     with jax.default_device(tpu_devices(XL.chip)[0]):
-        return jax.jit(piece.function).lower(*piece.arguments).compile().as_text()
+        return jax.jit(piece.function).lower(*piece.arguments)
 
 
 def count_cycles(text: str) -> dict[str, int]:
@@ -185,4 +190,10 @@ def questions(rows: list[dict]) -> list[dict]:
 def answer(piece: str, weights: str) -> dict:
     if piece == CALL:
         return find_bound(weights)
-    return {"cycles": count_cycles(compile_piece(piece, weights))}
+    lowered = lower_piece(piece, weights)
+    if piece == STEP:  # to write its bundles takes an hour
+        return {"cycles": count_cycles(compile_apart(lowered, XL.chip)["text"])}
+    said, bundles = compile_with_bundles(lowered, XL.chip)
+    text, chip = said["text"], find_chip(XL.chip)
+    found = read_roofline(text, chip, count_all(text, bundles))
+    return {"cycles": count_cycles(text), "schedule": dataclasses.asdict(found)}

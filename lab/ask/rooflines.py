@@ -1,6 +1,8 @@
 """A step of published runs, instruction by instruction, for ``course.tpu.roofline``.
 
-Over eight chips it is split by Ulysses, as that run was. An answer takes minutes.
+Over eight chips it is split by Ulysses, as those runs were. Of Stable Diffusion XL on a v4 there is
+the decoder as well, as an image takes twenty steps and one decoder. An answer about FLUX.2-klein
+takes minutes, and one about XL up to an hour.
 """
 
 import dataclasses
@@ -8,35 +10,64 @@ import dataclasses
 import jax
 
 from course.tpu import splits
-from course.tpu.compiler import ask_compiler
+from course.tpu.chips import find_chip, tpu_devices
 from course.tpu.exchange import least_seconds
+from course.tpu.hlo import read_collectives
 from course.tpu.pieces import take_piece
-from course.tpu.programs import STEP, make_program
+from course.tpu.programs import DECODER, STEP, make_program
 from course.tpu.records import add_up
-from course.tpu.roofline import count_instructions, read_roofline
+from course.tpu.roofline import count_instructions, read_roofline, seconds_by_kind
+from lab.ask.int8 import count_cycles
+from lab.ask.schedules import compile_with_bundles, count_all, count_kernels
 
-RUNS = (("flux2", "v6e", 8, 1), ("flux2", "v6e", 1, 4))
+RUNS = (
+    ("flux2", "v6e", 8, 1, STEP),
+    ("flux2", "v6e", 1, 4, STEP),
+    ("flux2-9b", "v6e", 8, 1, STEP),
+    ("flux2-9b", "tpu7x", 1, 4, STEP),
+    ("sdxl", "v5e", 1, 1, STEP),
+    ("sdxl", "v4", 1, 1, STEP),
+    ("sdxl", "v4", 1, 1, DECODER),
+)
+ASKED = ("model", "chip", "chips", "batch", "part")
 
 
 def questions(rows: list[dict]) -> list[dict]:
-    return [dict(zip(("model", "chip", "chips", "batch"), run, strict=True)) for run in RUNS]
+    return [dict(zip(ASKED, run, strict=True)) for run in RUNS]
 
 
-def answer(model: str, chip: str, chips: int, batch: int) -> dict:
-    program = make_program(model, chip, batch=batch)
+def answer(model: str, chip: str, chips: int, batch: int, part: str) -> dict:
+    program = make_program(model, chip, batch=batch, attention="automatic")
     if chips == 1:
-        piece = take_piece(program, STEP)
-        report = ask_compiler(piece.function, *piece.arguments, chip=chip, keep_text=True)
+        piece = take_piece(program, part)
+        with jax.default_device(tpu_devices(chip)[0]):
+            lowered = jax.jit(piece.function).lower(*piece.arguments)
     else:
         way = splits.Way("Ulysses", share=chips)
         mesh = splits.make_mesh(chip, way.mesh)
         step = splits.place_step(program, False, way, mesh)
         function = jax.jit(step.function, out_shardings=step.output)
         with jax.set_mesh(mesh):
-            report = ask_compiler(function, *step.arguments, chip=chip, keep_text=True)
-    found = read_roofline(report.text, report.chip)
+            lowered = function.lower(*step.arguments)
+    said, bundles = compile_with_bundles(lowered, chip)
+    if "refused" in said:
+        raise RuntimeError(said["refused"])
+    return schedule_of(said, bundles, chip, chips)
+
+
+def schedule_of(said: dict, bundles: dict[str, str], chip: str, chips: int) -> dict:
+    """Return a program's roofline with bundles, and what else says how long it takes."""
+    text, figures = said["text"], find_chip(chip)
+    counted = count_all(text, bundles)
+    found = read_roofline(text, figures, counted)
     # What a chip waits for: nothing else is computed beside these exchanges.
-    waits = add_up(each for each in report.collectives if not each.is_async)
-    exchanging = least_seconds(waits, chip, chips) if waits else 0.0
-    counts = count_instructions(report.text, report.chip)
-    return dataclasses.asdict(found) | {"exchanging": exchanging, "instructions": counts}
+    waits = add_up(each for each in read_collectives(text) if not each.is_async)
+    return dataclasses.asdict(found) | {
+        "chip": dataclasses.asdict(figures),
+        "exchanging": least_seconds(waits, chip, chips) if waits else 0.0,
+        "without bundles": dataclasses.asdict(read_roofline(text, figures)),
+        "expected cycles": count_cycles(text) | {"kernels": count_kernels(text, figures, counted)},
+        "instructions": count_instructions(text, figures),
+        "seconds": seconds_by_kind(text, figures, counted),
+        "compile_seconds": round(said["seconds"], 1),
+    }
