@@ -542,6 +542,10 @@ def filled_flops(products: dict[Product, int], chip: Chip, rows: int = ROWS) -> 
     return sum(count * each.padded_flops(tile, rows) for each, count in products.items())
 
 
+# What a step takes, one after another.
+BOUNDS = ("multiplying", "moving", "issuing", "exchanging")
+
+
 class Prediction(NamedTuple):
     """Seconds of a published run, measured, and as four rules have it beforehand.
 
@@ -567,16 +571,17 @@ def predicted_times() -> list[Prediction]:
         answers[tuple(row["question"].values())] = row["answer"]
     found = []
     for run in (*PUBLISHED, *PUBLISHED_KLEIN, *PUBLISHED_KLEIN_9B):
+        asked = run.model, run.chip, run.chips, run.images
         if run.step_seconds is None:
             program = make_program(run.model, run.chip, steps=20)
             chip = recorded_report(program, STEP).chip
             parts = {part: program.runs(part) for part in PARTS}
         else:
-            chip = Chip(**answers[run.model, run.chip, run.chips, run.images, STEP]["chip"])
+            chip = Chip(**answers[*asked, STEP]["chip"])
             parts = {STEP: 1}
         by_flops = by_tiles = by_schedule = by_cycles = 0.0
         for part, runs in parts.items():
-            answer = answers.get((run.model, run.chip, run.chips, run.images, part))
+            answer = answers.get((*asked, part))
             products = recorded_products(run.model)[part if run.model == "sdxl" else "step"]
             share = runs * run.images / run.chips / chip.peak
             tiles = share * filled_flops(products, chip)
@@ -589,12 +594,8 @@ def predicted_times() -> list[Prediction]:
             else:
                 by_schedule += tiles
                 by_cycles += tiles
-        if (run.model, run.chip, run.chips, run.images, STEP) not in answers:
+        if (*asked, STEP) not in answers:
             by_schedule = by_cycles = None
         measured = run.seconds if run.step_seconds is None else run.step_seconds
         found.append(Prediction(run, measured, by_flops, by_tiles, by_schedule, by_cycles))
     return found
-
-
-# What a step takes, one after another.
-BOUNDS = ("multiplying", "moving", "issuing", "exchanging")

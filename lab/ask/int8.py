@@ -1,8 +1,9 @@
 """What int8 changes in Stable Diffusion XL: pieces of it as the TPU compiler writes them.
 
 Of each are the cycles that the compiler expects, which say how neighbours compare, and not how long
-anything takes. A call's least time is that of its operations, which are counted in what JAX traces.
-All of it takes about an hour on 2 cores, most of it for the whole step.
+anything takes, and of all but the whole step the bound by its schedule. A call's least time is that
+of its operations, which are counted in what JAX traces. All of it takes about an hour on 2 cores,
+most of it for the whole step.
 """
 
 import dataclasses

@@ -20,11 +20,10 @@ import jax
 from course.tpu.chips import Chip
 from course.tpu.compiler import compile_apart
 from course.tpu.hlo import CALLS, called_by, read_computations
-from course.tpu.roofline import KERNEL, walk_instructions
+from course.tpu.roofline import INSTRUCTION, KERNEL, walk_instructions
 
 FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 PASS = "final_bundles"
-LINE = re.compile(r" +(?:ROOT )?%([\w.-]+) = (.*?) [\w-]+\((.*)")
 NAME = re.compile(r"%[\w.-]+")
 
 
@@ -141,12 +140,13 @@ def count_all(text: str, bundles: dict[str, str]) -> dict[str, int]:
     for lines in computations.values():
         types = {}
         for line in lines:
-            found = LINE.match(line)
+            found = INSTRUCTION.match(line)
             if found:
-                name, types[found[1]] = found[1], found[2]
-                operands = NAME.findall(found[3].split(")", 1)[0])
-                operands = [types.get(each[1:], "") for each in operands]
-                alike[form_of([line], computations), *operands].append((name, line))
+                name, result, _, rest = found.groups()
+                types[name] = result
+                operands = NAME.findall(rest.split(")", 1)[0])
+                operand_types = [types.get(each[1:], "") for each in operands]
+                alike[form_of([line], computations), *operand_types].append((name, line))
     counted = {}
     for group in alike.values():
         for name, line in group:
