@@ -186,7 +186,7 @@ def guided(small_sd):
     def guided(**options):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pipeline, "unet", answer)
-            patch.setattr(pipeline, "decode", lambda p, config, latents, attention: latents)
+            patch.setattr(pipeline, "decode", lambda p, config, latents, attention, tile: latents)
             return generate(small_sd, SD, IDS[:2], KEYS[:2], NEGATIVE, 3, 5.0, **options)
 
     return guided
