@@ -7,11 +7,13 @@ import pytest
 from jax.experimental.pallas import tpu
 
 from course.tpu.chips import CHIPS, Chip, find_chip
+from course.tpu.hlo import read_collectives
 from course.tpu.roofline import (
     Roofline,
     clock_of,
     count_instructions,
     read_arrays,
+    read_meanwhile,
     read_roofline,
     seconds_by_kind,
 )
@@ -168,6 +170,26 @@ def test_a_loop_counts_as_often_as_it_goes_round_and_exchange_not_at_all():
     )
     assert read_roofline(text, CHIP).seconds == pytest.approx(20 * 2 / 8, rel=1e-6)
     assert count_instructions(text, CHIP) == {"add": 20, "negate": 20, "all-to-all": 20}
+
+
+def test_what_is_computed_while_an_exchange_is_under_way():
+    small = array((4096, 8192))
+    text = text_of(
+        f"%x = {array(LARGE)} parameter(0)",
+        f"%first = ({small}, {small}) all-to-all-start(%x), replica_groups={{{{0,1}}}}",
+        f"%second = ({small}, {small}) all-to-all-start(%x), replica_groups={{{{0,1}}}}",
+        f"%y = {array(LARGE)} negate(%x)",
+        f"%arrived = {small} all-to-all-done(%first)",
+        f"%z = {small} negate(%arrived)",
+        f"%also = {small} all-to-all-done(%second)",
+        f"ROOT %w = {small} negate(%also)",
+    )
+    first, second = read_meanwhile(text, CHIP)
+    assert (first.runs, first.seconds) == (1, 2 / 8)
+    assert (second.runs, second.seconds) == (1, 1 / 8)
+    (exchange,) = read_collectives(first.text)
+    assert (exchange.bytes, exchange.chips, exchange.is_async) == (4096 * 8192 * 2, 2, True)
+    assert read_roofline(text, CHIP).seconds == (2 + 1 + 1) / 8
 
 
 def test_an_instruction_takes_at_least_as_long_as_its_bundles():

@@ -479,6 +479,10 @@ def table_of_published() -> str:
     return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 
+# What a step takes, one after another.
+BOUNDS = ("multiplying", "moving", "issuing", "exchanging")
+
+
 def table_of_kernels() -> str:
     """Return the cycles of attention by three kernels as a table in Markdown."""
     rows = []
@@ -489,6 +493,23 @@ def table_of_kernels() -> str:
     header = ["attention of", "chip", "kernel"]
     header += ["million cycles of the kernel", "around it", "in all"]
     alignment = ["left"] * 3 + ["right"] * 3
+    return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+
+
+def table_of_options() -> str:
+    """Return what options for the compiler change in a schedule as a table in Markdown."""
+    rows = []
+    for row in read_record("ask/options"):
+        asked, answer = row["question"], row["answer"]
+        times = [answer[bound] for bound in BOUNDS]
+        milliseconds = [f"{1e3 * seconds:.2f}" for seconds in (*times, sum(times))]
+        memory = f"{answer['temporaries'] / 2**20:,.0f}"
+        options = asked["options"] or "none"
+        rows.append([asked["piece"], asked["chip"], options, *milliseconds, memory])
+    rows.sort(key=lambda row: row[:3])
+    header = ["what is compiled", "chip", "options", "ms of products", "bytes", "bundles"]
+    header += ["exchange", "in all", "temporaries, MiB"]
+    alignment = ["left"] * 3 + ["right"] * 6
     return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
 
 
@@ -542,15 +563,11 @@ def filled_flops(products: dict[Product, int], chip: Chip, rows: int = ROWS) -> 
     return sum(count * each.padded_flops(tile, rows) for each, count in products.items())
 
 
-# What a step takes, one after another.
-BOUNDS = ("multiplying", "moving", "issuing", "exchanging")
-
-
 class Prediction(NamedTuple):
     """Seconds of a published run, measured, and as four rules have it beforehand.
 
     They are those of a step where that was published, and else those until the images are there.
-    The first three are bounds. The last two are None if nobody asked about the step.
+    The first three are bounds.
     """
 
     published: Published
@@ -559,9 +576,9 @@ class Prediction(NamedTuple):
     by_tiles: float  #: once they fill the MXU's tiles, see `padded_seconds`
     #: each instruction by itself, its bundles counted, and what the chip waits for when it
     #: exchanges, see ``course.tpu.roofline``; parts that nobody asked about, as by tiles
-    by_schedule: float | None
+    by_schedule: float
     #: as many cycles as the compiler expects of each instruction, and a kernel's bundles; no bound
-    by_cycles: float | None
+    by_cycles: float
 
 
 def predicted_times() -> list[Prediction]:
@@ -594,8 +611,6 @@ def predicted_times() -> list[Prediction]:
             else:
                 by_schedule += tiles
                 by_cycles += tiles
-        if (*asked, STEP) not in answers:
-            by_schedule = by_cycles = None
         measured = run.seconds if run.step_seconds is None else run.step_seconds
         found.append(Prediction(run, measured, by_flops, by_tiles, by_schedule, by_cycles))
     return found

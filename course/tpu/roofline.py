@@ -129,8 +129,6 @@ def seconds_by_kind(
     reader = _Reader(text, chip, bundles)
     seconds = Counter(products=0.0, kernels=0.0, others=0.0)
     for each, computation, runs in reader.walk(reader.entry):
-        if re.fullmatch(KINDS, each.kind):
-            continue
         instructions = reader.program[computation]
         multiplies = reader.flops(each, instructions)
         kind = "kernels" if KERNEL in each.line else "products" if multiplies else "others"
@@ -150,7 +148,40 @@ def walk_instructions(text: str, chip: Chip) -> Iterator[tuple[Instruction, int]
     """Yield what a run takes one after another, and how often; of branches, the longest."""
     reader = _Reader(text, chip)
     for each, _, runs in reader.walk(reader.entry):
-        yield each, runs
+        if not re.fullmatch(FREE, each.kind):
+            yield each, runs
+
+
+class Meanwhile(NamedTuple):
+    """An exchange that a chip starts and goes on computing, until it needs what arrives."""
+
+    text: str  #: the lines of the program that start and end it, for `hlo.read_collectives`
+    runs: int
+    seconds: float  #: of what is computed in between, each time
+
+
+def read_meanwhile(
+    text: str, chip: Chip, bundles: Mapping[str, int] = MappingProxyType({})
+) -> list[Meanwhile]:
+    """Return what a chip computes while data are exchanged; arguments are those of `read_roofline`.
+
+    What stands beside several exchanges counts for the one that began first.
+    """
+    reader = _Reader(text, chip, bundles)
+    under_way = {}  # the starts of exchanges, and the seconds of what was computed since
+    found = []
+    for each, computation, runs in reader.walk(reader.entry):
+        if re.fullmatch(f"(?:{KINDS})-start", each.kind):
+            under_way[each.name] = each, 0.0
+        elif re.fullmatch(f"(?:{KINDS})-done", each.kind):
+            start, seconds = under_way.pop(each.operands[0])
+            found.append(Meanwhile(f"{start.line.strip()}\n{each.line.strip()}", runs, seconds))
+        elif under_way:
+            first = next(iter(under_way))
+            start, seconds = under_way[first]
+            cost = reader.cost(each, reader.program[computation])
+            under_way[first] = start, seconds + cost.seconds
+    return found
 
 
 def read_instructions(lines: list[str]) -> dict[str, Instruction]:
@@ -208,12 +239,11 @@ class _Reader:
         """Return the time of a computation whose instructions run one after another."""
         total = Roofline()
         for each, computation, runs in self.walk(name):
-            if not re.fullmatch(KINDS, each.kind):
-                total += self.cost(each, self.program[computation]) * runs
+            total += self.cost(each, self.program[computation]) * runs
         return total
 
     def walk(self, name: str, runs: int = 1) -> Iterator[tuple[Instruction, str, int]]:
-        """Yield what takes time, in which computation it stands, and how often it runs."""
+        """Yield a run's instructions, in which computation they stand, and how often they run."""
         for each in self.program[name].values():
             if each.kind == "while":  # its condition compares two numbers
                 body = re.search(r"body=%([\w.-]+)", each.line)[1]
@@ -223,11 +253,13 @@ class _Reader:
             elif each.kind == "conditional":
                 longest = max(called_by(each.line), key=lambda branch: self.run(branch).seconds)
                 yield from self.walk(longest, runs)
-            elif not re.fullmatch(FREE, each.kind):
+            else:
                 yield each, name, runs
 
     def cost(self, each: Instruction, instructions: dict[str, Instruction]) -> Roofline:
-        """Return the time of one instruction."""
+        """Return the time of one instruction, which is none if data are exchanged."""
+        if re.fullmatch(f"{FREE}|{KINDS}", each.kind):
+            return Roofline()
         multiplying = self.flops(each, instructions) / self.chip.peak
         size = self.bytes(each, instructions)
         moving = size / self.chip.bandwidth

@@ -13,10 +13,15 @@ from course.tpu import splits
 from course.tpu.chips import find_chip, tpu_devices
 from course.tpu.exchange import least_seconds
 from course.tpu.hlo import read_collectives
-from course.tpu.pieces import take_piece
+from course.tpu.pieces import Piece, take_piece
 from course.tpu.programs import DECODER, STEP, make_program
 from course.tpu.records import add_up
-from course.tpu.roofline import count_instructions, read_roofline, seconds_by_kind
+from course.tpu.roofline import (
+    count_instructions,
+    read_meanwhile,
+    read_roofline,
+    seconds_by_kind,
+)
 from lab.ask.int8 import count_cycles
 from lab.ask.schedules import compile_with_bundles, count_all, count_kernels
 
@@ -26,6 +31,7 @@ RUNS = (
     ("flux2-9b", "v6e", 8, 1, STEP),
     ("flux2-9b", "tpu7x", 1, 4, STEP),
     ("sdxl", "v5e", 1, 1, STEP),
+    ("sdxl", "v6e", 1, 1, STEP),
     ("sdxl", "v4", 1, 1, STEP),
     ("sdxl", "v4", 1, 1, DECODER),
 )
@@ -37,34 +43,54 @@ def questions(rows: list[dict]) -> list[dict]:
 
 
 def answer(model: str, chip: str, chips: int, batch: int, part: str) -> dict:
+    lowered = lower_run(model, chip, chips, batch, part)
+    return schedule_of(*compile_with_bundles(lowered, chip), chip, chips)
+
+
+def lower_run(
+    model: str, chip: str, chips: int, batch: int, part: str, options: dict | None = None
+) -> jax.stages.Lowered:
+    """Return a part of a run, lowered for the chips, with options for the compiler."""
     program = make_program(model, chip, batch=batch, attention="automatic")
     if chips == 1:
-        piece = take_piece(program, part)
-        with jax.default_device(tpu_devices(chip)[0]):
-            lowered = jax.jit(piece.function).lower(*piece.arguments)
-    else:
-        way = splits.Way("Ulysses", share=chips)
-        mesh = splits.make_mesh(chip, way.mesh)
-        step = splits.place_step(program, False, way, mesh)
-        function = jax.jit(step.function, out_shardings=step.output)
-        with jax.set_mesh(mesh):
-            lowered = function.lower(*step.arguments)
-    said, bundles = compile_with_bundles(lowered, chip)
-    if "refused" in said:
-        raise RuntimeError(said["refused"])
-    return schedule_of(said, bundles, chip, chips)
+        return lower_on_one(take_piece(program, part), chip, options)
+    way = splits.Way("Ulysses", share=chips)
+    mesh = splits.make_mesh(chip, way.mesh)
+    step = splits.place_step(program, False, way, mesh)
+    function = jax.jit(step.function, out_shardings=step.output, compiler_options=options)
+    with jax.set_mesh(mesh):
+        return function.lower(*step.arguments)
+
+
+def lower_on_one(piece: Piece, chip: str, options: dict | None = None) -> jax.stages.Lowered:
+    """Return a piece, lowered for one chip, with options for the compiler."""
+    function = jax.jit(piece.function, compiler_options=options)
+    with jax.default_device(tpu_devices(chip)[0]):
+        return function.lower(*piece.arguments)
 
 
 def schedule_of(said: dict, bundles: dict[str, str], chip: str, chips: int) -> dict:
-    """Return a program's roofline with bundles, and what else says how long it takes."""
+    """Return a program's roofline with bundles, and what else says how long it takes.
+
+    Raises
+    ------
+    RuntimeError
+        If the compiler refused the program: what it said.
+    """
+    if "refused" in said:
+        raise RuntimeError(said["refused"])
     text, figures = said["text"], find_chip(chip)
     counted = count_all(text, bundles)
     found = read_roofline(text, figures, counted)
-    # What a chip waits for: nothing else is computed beside these exchanges.
+    # What a chip waits for: exchanges with nothing beside them, and what is left of the others.
     waits = add_up(each for each in read_collectives(text) if not each.is_async)
+    exchanging = least_seconds(waits, chip, chips)
+    for each in read_meanwhile(text, figures, counted):
+        alone = least_seconds(add_up(read_collectives(each.text)), chip, chips)
+        exchanging += each.runs * max(0.0, alone - each.seconds)
     return dataclasses.asdict(found) | {
         "chip": dataclasses.asdict(figures),
-        "exchanging": least_seconds(waits, chip, chips) if waits else 0.0,
+        "exchanging": exchanging,
         "without bundles": dataclasses.asdict(read_roofline(text, figures)),
         "expected cycles": count_cycles(text) | {"kernels": count_kernels(text, figures, counted)},
         "instructions": count_instructions(text, figures),
