@@ -7,15 +7,15 @@ import pytest
 from jax.experimental.pallas import tpu
 
 from course.tpu.chips import CHIPS, Chip, find_chip
-from course.tpu.hlo import read_collectives
+from course.tpu.hlo import START, read_collectives
 from course.tpu.roofline import (
     Roofline,
     clock_of,
     count_instructions,
     read_arrays,
-    read_meanwhile,
     read_roofline,
     seconds_by_kind,
+    waiting_seconds,
 )
 from lab.ask.schedules import blocks_of_keys, count_all, count_bundles
 
@@ -143,7 +143,8 @@ def test_of_what_a_fusion_slices_only_the_slice_counts():
     assert seconds_of(*lines, before=whole).bytes == 2**27 + 2**24
 
 
-def test_a_loop_counts_as_often_as_it_goes_round_and_exchange_not_at_all():
+def a_loop(last):
+    """Return a loop that negates an array 20 times, ``last`` after it, and the loop's state."""
     state = f"(s32[], {array(LARGE)})"
     loop = f"""%body (s: {state}) -> {state} {{
   %s = {state} parameter(0)
@@ -152,7 +153,7 @@ def test_a_loop_counts_as_often_as_it_goes_round_and_exchange_not_at_all():
   %one = s32[]{{:S(6)}} constant(1)
   %next = s32[]{{:S(6)}} add(%n, %one)
   %y = {array(LARGE)} negate(%x)
-  %all = {array(LARGE)} all-to-all(%y), replica_groups={{{{0,1}}}}
+  %all = {array(LARGE)} {last}(%y), replica_groups={{{{0,1}}}}
   ROOT %t = {state} tuple(%next, %all)
 }}
 
@@ -163,6 +164,11 @@ def test_a_loop_counts_as_often_as_it_goes_round_and_exchange_not_at_all():
   ROOT %less = pred[] compare(%n, %end), direction=LT
 }}
 """
+    return loop, state
+
+
+def test_a_loop_counts_as_often_as_it_goes_round_and_exchange_not_at_all():
+    loop, state = a_loop("all-to-all")
     text = text_of(
         f"%s = {state} parameter(0)",
         f"ROOT %w = {state} while(%s), condition=%condition, body=%body",
@@ -172,24 +178,51 @@ def test_a_loop_counts_as_often_as_it_goes_round_and_exchange_not_at_all():
     assert count_instructions(text, CHIP) == {"add": 20, "negate": 20, "all-to-all": 20}
 
 
-def test_what_is_computed_while_an_exchange_is_under_way():
+def test_a_chip_waits_for_what_is_left_of_an_exchange():
     small = array((4096, 8192))
-    text = text_of(
+    groups = "replica_groups={{0,1}}"
+    lines = [
         f"%x = {array(LARGE)} parameter(0)",
-        f"%first = ({small}, {small}) all-to-all-start(%x), replica_groups={{{{0,1}}}}",
-        f"%second = ({small}, {small}) all-to-all-start(%x), replica_groups={{{{0,1}}}}",
+        f"%first = ({small}, {small}) all-to-all-start(%x), {groups}",
+        f"%second = ({small}, {small}) all-to-all-start(%x), {groups}",
         f"%y = {array(LARGE)} negate(%x)",
         f"%arrived = {small} all-to-all-done(%first)",
         f"%z = {small} negate(%arrived)",
         f"%also = {small} all-to-all-done(%second)",
-        f"ROOT %w = {small} negate(%also)",
+        f"%all = {small} all-to-all(%also), {groups}",
+        f"ROOT %w = {small} negate(%all)",
+    ]
+
+    def waiting(seconds):
+        def seconds_of(lines):
+            (exchange,) = read_collectives(lines)
+            assert (exchange.bytes, exchange.chips) == (4096 * 8192 * 2, 2)
+            return seconds
+
+        return waiting_seconds(text_of(*lines), CHIP, {}, seconds_of)
+
+    # A quarter of a second is computed beside the first, and an eighth until the second is needed.
+    assert read_roofline(text_of(*lines), CHIP).seconds == (2 + 1 + 1) / 8
+    assert waiting(0.5) == (0.5 - 2 / 8) + (0.5 - 1 / 8) + 0.5
+    # What is left of the time beside the first is the second's.
+    assert waiting(0.2) == pytest.approx((0.4 - 3 / 8) + 0.2)
+    assert waiting(0.1) == pytest.approx(0.1)
+    fused = text_of(*lines, f"%s = {small} custom-call(%w), {START}")
+    with pytest.raises(NotImplementedError, match="inside of a fusion"):
+        waiting_seconds(fused, CHIP, {}, lambda lines: 0.0)
+
+
+def test_a_loop_beside_an_exchange_counts_as_often_as_it_goes_round():
+    loop, state = a_loop("bitcast")
+    text = text_of(
+        f"%s = {state} parameter(0)",
+        f"%x = {array(LARGE)} get-tuple-element(%s), index=1",
+        f"%start = {array(LARGE)} all-gather-start(%x), replica_groups={{{{0,1}}}}",
+        f"%w = {state} while(%s), condition=%condition, body=%body",
+        f"ROOT %all = {array(LARGE)} all-gather-done(%start)",
+        before=loop,
     )
-    first, second = read_meanwhile(text, CHIP)
-    assert (first.runs, first.seconds) == (1, 2 / 8)
-    assert (second.runs, second.seconds) == (1, 1 / 8)
-    (exchange,) = read_collectives(first.text)
-    assert (exchange.bytes, exchange.chips, exchange.is_async) == (4096 * 8192 * 2, 2, True)
-    assert read_roofline(text, CHIP).seconds == (2 + 1 + 1) / 8
+    assert waiting_seconds(text, CHIP, {}, lambda lines: 6.0) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_an_instruction_takes_at_least_as_long_as_its_bundles():

@@ -132,6 +132,10 @@ def test_an_all_to_all_passes_the_middle_of_the_grid():
     assert least_seconds([exchange], "v6e", 4) == pytest.approx(size / 2 / 100e9)
 
 
+def test_nothing_to_exchange_takes_no_time_on_any_chip():
+    assert least_seconds([], "v4", 1) == least_seconds([], "tpu7x", 2) == 0
+
+
 def test_what_goes_one_way_round_has_one_link():
     permute = Exchange("collective-permute", is_async=True, number=1, runs=1, bytes=10**9)
     gather = Exchange("all-gather", is_async=True, number=1, runs=1, bytes=10**9)

@@ -75,7 +75,7 @@ def least_seconds(
     exchanges : Iterable[Exchange]
         From `Split.exchanges`.
     chip : str
-        ``v5e`` or ``v6e``.
+        ``v5e`` or ``v6e``; any chip if there is nothing to exchange.
     chips : int
         How many exchange with one another, where an exchange does not say it itself: 4 or 8, as
         `tpu_devices` places them, or 2 neighbours, between which there is one link.
@@ -99,7 +99,9 @@ def least_seconds(
         if exchange.kind == "all-to-all":
             by_ring = max(by_ring, bisection_seconds(exchange.bytes, chip, number))
         seconds += by_ring
-    return seconds + max(passed_on.values()) / LINKS[chip]
+    if any(passed_on.values()):
+        seconds += max(passed_on.values()) / LINKS[chip]
+    return seconds
 
 
 def bisection_seconds(size: int, chip: str, chips: int) -> float:

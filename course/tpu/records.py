@@ -337,21 +337,25 @@ def table_of(answers: Sequence[Answer]) -> str:
     table = tabulate(
         rows, TEXTS + FIGURES, tablefmt="pipe", colalign=alignment, disable_numparse=True
     )
-
-    asked = set()
-    dates = set()
-    for answer in answers:
-        for report in answer.pieces.values():
-            asked.add(f"libtpu {report.versions['libtpu']} with jax {report.versions['jax']}")
-            dates.add(report.date)
-    first, last = min(dates), max(dates)
-    when = f"on {first}" if first == last else f"from {first} to {last}"
+    reports = [report for answer in answers for report in answer.pieces.values()]
     return (
         f"{table}\n\n"
         "Memory is that of each device. “By FLOPs” and “by bytes” are the least times by the "
         "operations and by the bytes that have to be moved. "
-        f"Answered by {', '.join(sorted(asked))}, {when}."
+        + say_who_answered((report.versions, report.date) for report in reports)
     )
+
+
+def say_who_answered(answers: Iterable[tuple[dict[str, str], str]]) -> str:
+    """Name the compilers, by the versions and the dates of their answers."""
+    asked = set()
+    dates = set()
+    for packages, date in answers:
+        asked.add(f"libtpu {packages['libtpu']} with jax {packages['jax']}")
+        dates.add(date)
+    first, last = min(dates), max(dates)
+    when = f"on {first}" if first == last else f"from {first} to {last}"
+    return f"Answered by {', '.join(sorted(asked))}, {when}."
 
 
 def row_of(answer: Answer, is_largest: bool) -> list[str]:
@@ -499,7 +503,8 @@ def table_of_kernels() -> str:
 def table_of_options() -> str:
     """Return what options for the compiler change in a schedule as a table in Markdown."""
     rows = []
-    for row in read_record("ask/options"):
+    recorded = read_record("ask/options")
+    for row in recorded:
         asked, answer = row["question"], row["answer"]
         times = [answer[bound] for bound in BOUNDS]
         milliseconds = [f"{1e3 * seconds:.2f}" for seconds in (*times, sum(times))]
@@ -510,7 +515,8 @@ def table_of_options() -> str:
     header = ["what is compiled", "chip", "options", "ms of products", "bytes", "bundles"]
     header += ["exchange", "in all", "temporaries, MiB"]
     alignment = ["left"] * 3 + ["right"] * 6
-    return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+    table = tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+    return f"{table}\n\n" + say_who_answered((row["versions"], row["date"]) for row in recorded)
 
 
 def recorded_products(model: str) -> dict[str, dict[Product, int]]:

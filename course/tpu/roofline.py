@@ -12,7 +12,7 @@ measured: what a chip waits for besides is not in it.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from typing import NamedTuple
 from course.tpu.chips import CHIPS, Chip
 from course.tpu.hlo import (
     KINDS,
+    START,
     called_by,
     count_pairs,
     memory_space,
@@ -152,36 +153,55 @@ def walk_instructions(text: str, chip: Chip) -> Iterator[tuple[Instruction, int]
             yield each, runs
 
 
-class Meanwhile(NamedTuple):
-    """An exchange that a chip starts and goes on computing, until it needs what arrives."""
+def waiting_seconds(
+    text: str,
+    chip: Chip,
+    bundles: Mapping[str, int],
+    seconds_of: Callable[[str], float],
+) -> float:
+    """Return how long a chip waits in a run for what it exchanges with others.
 
-    text: str  #: the lines of the program that start and end it, for `hlo.read_collectives`
-    runs: int
-    seconds: float  #: of what is computed in between, each time
+    It may start an exchange and go on computing, until it needs what arrives. One exchange after
+    another takes the links.
 
+    Parameters
+    ----------
+    text, chip, bundles
+        Those of `read_roofline`.
+    seconds_of : callable
+        From the lines of the program that start and end an exchange to the seconds that it takes.
 
-def read_meanwhile(
-    text: str, chip: Chip, bundles: Mapping[str, int] = MappingProxyType({})
-) -> list[Meanwhile]:
-    """Return what a chip computes while data are exchanged; arguments are those of `read_roofline`.
-
-    What stands beside several exchanges counts for the one that began first.
+    Raises
+    ------
+    NotImplementedError
+        If an exchange goes on inside of a fusion, which is not followed here.
     """
+    if START in text:
+        raise NotImplementedError("An exchange goes on inside of a fusion: it is not counted here.")
     reader = _Reader(text, chip, bundles)
-    under_way = {}  # the starts of exchanges, and the seconds of what was computed since
-    found = []
+    ends = {}  # the lines that end an exchange, by the names of those that start it
+    for instructions in reader.program.values():
+        for each in instructions.values():
+            if re.fullmatch(f"(?:{KINDS})-done", each.kind):
+                ends[each.operands[0]] = each.line.strip()
+    now = links_free = waiting = 0.0
+    under_way = {}  # when an exchange has arrived, and how often it runs, by the name of its start
     for each, computation, runs in reader.walk(reader.entry):
-        if re.fullmatch(f"(?:{KINDS})-start", each.kind):
-            under_way[each.name] = each, 0.0
-        elif re.fullmatch(f"(?:{KINDS})-done", each.kind):
-            start, seconds = under_way.pop(each.operands[0])
-            found.append(Meanwhile(f"{start.line.strip()}\n{each.line.strip()}", runs, seconds))
-        elif under_way:
-            first = next(iter(under_way))
-            start, seconds = under_way[first]
-            cost = reader.cost(each, reader.program[computation])
-            under_way[first] = start, seconds + cost.seconds
-    return found
+        if re.fullmatch(f"(?:{KINDS})(?:-start)?", each.kind):
+            lines = f"{each.line.strip()}\n{ends.get(each.name, '')}"
+            links_free = max(now, links_free) + seconds_of(lines)
+            under_way[each.name] = links_free, runs
+        # What has no start of its own is waited for at once.
+        name = each.operands[0] if each.kind.endswith("-done") else each.name
+        if name in under_way and not each.kind.endswith("-start"):
+            arrived, _ = under_way.pop(name)
+            waits = max(0.0, arrived - now)
+            waiting += runs * waits
+            now += waits
+        # A loop beside an exchange goes round more often than that runs.
+        _, first = next(iter(under_way.values()), (0, runs))
+        now += runs / first * reader.cost(each, reader.program[computation]).seconds
+    return waiting
 
 
 def read_instructions(lines: list[str]) -> dict[str, Instruction]:

@@ -18,9 +18,9 @@ from course.tpu.programs import DECODER, STEP, make_program
 from course.tpu.records import add_up
 from course.tpu.roofline import (
     count_instructions,
-    read_meanwhile,
     read_roofline,
     seconds_by_kind,
+    waiting_seconds,
 )
 from lab.ask.int8 import count_cycles
 from lab.ask.schedules import compile_with_bundles, count_all, count_kernels
@@ -82,15 +82,13 @@ def schedule_of(said: dict, bundles: dict[str, str], chip: str, chips: int) -> d
     text, figures = said["text"], find_chip(chip)
     counted = count_all(text, bundles)
     found = read_roofline(text, figures, counted)
-    # What a chip waits for: exchanges with nothing beside them, and what is left of the others.
-    waits = add_up(each for each in read_collectives(text) if not each.is_async)
-    exchanging = least_seconds(waits, chip, chips)
-    for each in read_meanwhile(text, figures, counted):
-        alone = least_seconds(add_up(read_collectives(each.text)), chip, chips)
-        exchanging += each.runs * max(0.0, alone - each.seconds)
+
+    def seconds_of(lines: str) -> float:
+        return least_seconds(add_up(read_collectives(lines)), chip, chips)
+
     return dataclasses.asdict(found) | {
         "chip": dataclasses.asdict(figures),
-        "exchanging": exchanging,
+        "exchanging": waiting_seconds(text, figures, counted, seconds_of),
         "without bundles": dataclasses.asdict(read_roofline(text, figures)),
         "expected cycles": count_cycles(text) | {"kernels": count_kernels(text, figures, counted)},
         "instructions": count_instructions(text, figures),
