@@ -276,7 +276,8 @@ def test_the_search_finds_the_largest_batch_that_fits():
             assert batch not in tried
             tried[batch] = batch <= largest
         assert largest_batch(make_program("shapes-sd"), answers) == largest
-        assert len(tried) <= 3 + 2 * math.log2(largest + 1)
+        # What fits takes long, and is asked about seldom.
+        assert sum(tried.values()) <= 3 + math.log2(largest + 1)
 
 
 def test_a_largest_batch_is_confirmed_by_the_next_one():
@@ -284,6 +285,8 @@ def test_a_largest_batch_is_confirmed_by_the_next_one():
     assert largest_batch(program, answers_for({1: True, 3: True})) is None
     assert largest_batch(program, answers_for({1: True, 3: True, 5: False})) is None
     assert largest_batch(program, answers_for({1: True, 3: True, 4: False})) == 3
+    assert largest_batch(program, answers_for({28: True, 29: False, 32: True})) is None
+    assert largest_batch(program, answers_for({28: True, 29: False, 32: True, 33: False})) == 32
     assert largest_batch(program, answers_for({1: False})) == 0
     assert largest_batch(make_program("shapes-sd", "v4"), answers_for({1: False})) is None
 
@@ -299,7 +302,7 @@ def test_the_most_useful_is_asked_first():
         ["model sdxl", "chip v5e"],
         ["model sdxl", "chip v4"],
     ]
-    assert [name for name in left if "batch 2," in name] == left[-12:]  # the searches
+    assert [name for name in left if "batch 2," in name] == left[-13:]  # the searches
 
 
 @pytest.fixture
@@ -336,7 +339,7 @@ def test_each_answer_is_written_and_one_that_fails_left_out(monkeypatch, capsys,
     assert said.count("It failed: INTERNAL: no such thing") == 1
     assert "Failed: model sd, chip v4" in said
     batches = [batch for name, batch in asked if name == WHOLE]
-    assert batches == [1, 2, 4, 8, 6, 5]
+    assert batches == [1, 2, 4, 8, 7, 6, 5]
 
     first, *larger = read_answers(record.read_rows("ask/programs"))
     assert first.program == program

@@ -189,13 +189,11 @@ def largest_batch(program: Program, answers: Iterable[Answer]) -> int | None:
     """Return the largest batch with which a program fits, by the answers for other batches.
 
     It fits, and with one image more it does not; 0 if one image is too much. None if nobody found
-    it yet.
+    it yet. A smaller batch need not fit.
     """
     tried = tried_batches(program, answers)
-    for batch, fits in tried.items():
-        if fits and tried.get(batch + 1) is False:
-            return batch
-    return None
+    largest = max(batch for batch, fits in tried.items() if fits)
+    return largest if tried.get(largest + 1) is False else None
 
 
 def tried_batches(program: Program, answers: Iterable[Answer]) -> dict[int, bool]:
