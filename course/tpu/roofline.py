@@ -111,7 +111,7 @@ def read_roofline(
         Of a compiled program, such as `Report.text`.
     chip : course.tpu.Chip
         Its figures; how wide its MXU is, `CHIPS` says.
-    bundles : Mapping[str, int]
+    bundles : dict[str, int]
         How many a run of an instruction takes, by its name. Without them, or where one is missing,
         only products and bytes count.
     """
