@@ -511,7 +511,7 @@ def table_of_options() -> str:
         rows.append([asked["piece"], asked["chip"], options, *milliseconds, memory])
     rows.sort(key=lambda row: row[:3])
     header = ["what is compiled", "chip", "options", "ms of products", "bytes", "bundles"]
-    header += ["exchange", "in all", "temporaries, MiB"]
+    header += ["exchange", "in all", "MiB"]
     alignment = ["left"] * 3 + ["right"] * 6
     table = tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
     return f"{table}\n\n" + say_who_answered((row["versions"], row["date"]) for row in recorded)
