@@ -21,7 +21,7 @@ from course.model.parameters import declared_shapes
 from course.model.quantize import quantize
 from course.sd import ATTENTION
 from course.sd.unet import Block, Condition, transformer, transformer_parameters
-from course.tpu import make_program, tpu_devices
+from course.tpu import make_program
 from course.tpu.chips import find_chip
 from course.tpu.compiler import compile_apart
 from course.tpu.hlo import called_by, read_computations, rounds_of
@@ -30,7 +30,7 @@ from course.tpu.pieces import Piece, array, load_config, model_step
 from course.tpu.programs import DECODER, ENCODERS, STEP
 from course.tpu.records import recorded_report
 from course.tpu.roofline import read_roofline
-from lab.ask.schedules import compile_with_bundles, count_all
+from lab.ask.schedules import compile_with_bundles, count_all, lower_on_one
 
 CALL = "a call of 20 steps"
 GAINING = "int8 where it gains"
@@ -140,9 +140,7 @@ def take_pieces() -> dict[str, Callable[[], Piece]]:
 
 def lower_piece(name: str, weights: str) -> jax.stages.Lowered:
     """Return a piece, lowered for the chip."""
-    piece = with_weights(take_pieces()[name](), weights)
-    with jax.default_device(tpu_devices(XL.chip)[0]):
-        return jax.jit(piece.function).lower(*piece.arguments)
+    return lower_on_one(with_weights(take_pieces()[name](), weights), XL.chip)
 
 
 def count_cycles(text: str) -> dict[str, int]:

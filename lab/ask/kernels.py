@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 
 from course.model.attention import block_sizes, flash_kernel, plain
-from course.tpu.chips import tpu_devices
+from course.tpu.pieces import Piece
 from course.tpu.roofline import KERNEL
 from lab.ask.int8 import count_cycles
-from lab.ask.schedules import compile_with_bundles, count_bundles
+from lab.ask.schedules import compile_with_bundles, count_bundles, lower_on_one
 
 BLOCK = 512  # queries, which all three have on the chip at a time
 SHAPES = {  # of queries, keys and values
@@ -62,8 +62,7 @@ def questions(rows: list[dict]) -> list[dict]:
 def answer(model: str, chip: str, kernel: str) -> dict:
     function, keys = KERNELS[kernel]
     shape = jax.ShapeDtypeStruct(SHAPES[model], "bfloat16")
-    with jax.default_device(tpu_devices(chip)[0]):
-        lowered = jax.jit(function).lower(shape, shape, shape)
+    lowered = lower_on_one(Piece(function, (shape, shape, shape)), chip)
     said, bundles = compile_with_bundles(lowered, chip)
     (line,) = (line for line in said["text"].splitlines() if KERNEL in line)
     name = re.search(r"%([\w.-]+) = ", line)[1]

@@ -9,8 +9,8 @@ it takes half an hour.
 
 from course.tpu.programs import STEP
 from lab.ask.int8 import take_pieces
-from lab.ask.rooflines import lower_on_one, lower_run, schedule_of
-from lab.ask.schedules import compile_with_bundles
+from lab.ask.rooflines import lower_run, schedule_of
+from lab.ask.schedules import compile_with_bundles, lower_on_one
 
 FUSION = {"xla_tpu_rwb_fusion": False, "xla_tpu_dot_dot_fusion_duplicated": True}
 OVERLAP = {

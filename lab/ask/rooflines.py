@@ -10,10 +10,10 @@ import dataclasses
 import jax
 
 from course.tpu import splits
-from course.tpu.chips import find_chip, tpu_devices
+from course.tpu.chips import find_chip
 from course.tpu.exchange import least_seconds
 from course.tpu.hlo import read_collectives
-from course.tpu.pieces import Piece, take_piece
+from course.tpu.pieces import take_piece
 from course.tpu.programs import DECODER, STEP, make_program
 from course.tpu.records import add_up
 from course.tpu.roofline import (
@@ -23,7 +23,7 @@ from course.tpu.roofline import (
     waiting_seconds,
 )
 from lab.ask.int8 import count_cycles
-from lab.ask.schedules import compile_with_bundles, count_all, count_kernels
+from lab.ask.schedules import compile_with_bundles, count_all, count_kernels, lower_on_one
 
 RUNS = (
     ("flux2", "v6e", 8, 1, STEP),
@@ -60,13 +60,6 @@ def lower_run(
     function = jax.jit(step.function, out_shardings=step.output, compiler_options=options)
     with jax.set_mesh(mesh):
         return function.lower(*step.arguments)
-
-
-def lower_on_one(piece: Piece, chip: str, options: dict | None = None) -> jax.stages.Lowered:
-    """Return a piece, lowered for one chip, with options for the compiler."""
-    function = jax.jit(piece.function, compiler_options=options)
-    with jax.default_device(tpu_devices(chip)[0]):
-        return function.lower(*piece.arguments)
 
 
 def schedule_of(said: dict, bundles: dict[str, str], chip: str, chips: int) -> dict:

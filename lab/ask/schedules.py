@@ -17,14 +17,22 @@ from unittest import mock
 
 import jax
 
-from course.tpu.chips import Chip
+from course.tpu.chips import Chip, tpu_devices
 from course.tpu.compiler import compile_apart
 from course.tpu.hlo import CALLS, called_by, read_computations
+from course.tpu.pieces import Piece
 from course.tpu.roofline import INSTRUCTION, KERNEL, walk_instructions
 
 FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 PASS = "final_bundles"
 NAME = re.compile(r"%[\w.-]+")
+
+
+def lower_on_one(piece: Piece, chip: str, options: dict | None = None) -> jax.stages.Lowered:
+    """Return a piece, lowered for one chip, with options for the compiler."""
+    function = jax.jit(piece.function, compiler_options=options)
+    with jax.default_device(tpu_devices(chip)[0]):
+        return function.lower(*piece.arguments)
 
 
 def compile_with_bundles(lowered: jax.stages.Lowered, chip: str) -> tuple[dict, dict[str, str]]:
