@@ -6,6 +6,7 @@ import json
 import math
 import platform
 import runpy
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from course.families import code_of
 from course.tpu import plan, splits
 from course.tpu.__main__ import main
 from course.tpu.answers import Memory, Report, Work
-from course.tpu.chips import Chip
+from course.tpu.chips import Chip, tpu_devices
 from course.tpu.hlo import Overlap, find_collectives
 from course.tpu.jaxpr import find_products
 from course.tpu.pieces import load_config
@@ -128,14 +129,63 @@ def test_what_cannot_be_planned_gets_one_sentence(settings, sentence, capsys, tm
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("sizes", [(1, 8), (2, 4), (4, 2), (1, 4), (2, 2)])
-def test_neighbours_of_the_mesh_are_neighbours_on_the_grid(sizes):
-    mesh = splits.make_mesh("v6e", dict(zip(("data", "tokens"), sizes, strict=True)))
-    for group in mesh.devices:
-        for one, next_one in zip(group, [*group[1:], group[0]], strict=True):
-            apart = np.subtract(one.coords, next_one.coords)
-            assert np.abs(apart).sum() == 1
+def links_around(chips):
+    """How many links lie between each chip and the next one, and between the last and the first."""
+    after = [*chips[1:], chips[0]]
+    places = zip(chips, after, strict=True)
+    return [int(np.abs(np.subtract(one.coords, other.coords)).sum()) for one, other in places]
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("sizes", [(1, 8), (8, 1), (2, 4), (4, 2), (1, 4), (4, 1), (2, 2)])
+def test_neighbours_of_the_mesh_are_neighbours_on_the_grid(chip, sizes):
+    mesh = splits.make_mesh(chip, dict(zip(("data", "tokens"), sizes, strict=True)))
+    assert mesh.devices.shape == sizes
+    along = max(axis for axis, size in enumerate(sizes) if size > 1)
+    for group in np.moveaxis(mesh.devices, along, -1).reshape(-1, sizes[along]):
+        assert set(links_around(list(group))) == {1}
     assert len(set(mesh.devices.flat)) == math.prod(sizes)
+
+
+@needs_compiler
+def test_of_eight_chips_jax_makes_no_ring():
+    """If a newer JAX does, chapter 9, chapter 16 and `splits.mesh_of` say otherwise."""
+    for chip in ("v5e", "v6e"):
+        orders = [
+            jax.make_mesh((chips,), ("x",), devices=tpu_devices(chip, chips)) for chips in (4, 8)
+        ]
+        four, eight = (links_around(list(mesh.devices)) for mesh in orders)
+        assert set(four) == {1}
+        assert sorted(eight) == [1] * 4 + [2] * 4
+
+
+@pytest.mark.parametrize("x", [2, 4])
+def test_rows_of_chips_may_lie_either_way(x):
+    """And the chips may come in any order, and begin anywhere."""
+    places = [(a + 4, b + 2, 0) for a in range(x) for b in range(8 // x)]
+    chips = [
+        SimpleNamespace(coords=place) for place in np.random.default_rng(0).permutation(places)
+    ]
+    near, far = splits.two_rows(chips)
+    assert links_around(near + far[::-1]) == [1] * 8
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [None] * 8,  # no TPUs
+        [(x, y, 0) for x in range(4) for y in range(4)],
+        [(x, y, z) for x in range(2) for y in range(2) for z in range(2)],
+        [(x, 0, 0) for x in range(4)],
+        [(x, y, 0) for x in range(2) for y in range(4)][1:],
+        [(x, y, 0) for x in range(2) for y in range(2) for _ in range(2)],  # each chip is two
+    ],
+    ids=["without", "square", "cube", "one row", "a gap", "two of each"],
+)
+def test_other_devices_are_not_taken_for_two_rows(places):
+    chips = [SimpleNamespace(coords=place) if place else SimpleNamespace() for place in places]
+    assert splits.two_rows(chips) == []
 
 
 # Which comes first
@@ -458,6 +508,18 @@ def test_every_way_has_a_file_with_a_mesh_and_a_function_on_it(model, kind, tmp_
         assert callable(names["velocity"])
     else:
         assert callable(names["attention"]) == (kind == "ring")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "way", [Way("ring", share=8), Way(CONTEXT, halves=2, share=4), Way(DATA, images=8)], ids=str
+)
+def test_the_file_of_a_way_places_neighbours_on_the_grid(way, tmp_path, monkeypatch):
+    write_plan(make_job("shapes-sd", batch=way.images), way, tmp_path / "draw.py")
+    monkeypatch.setattr(jax, "devices", lambda: tpu_devices("v5e", 8))
+    mesh = runpy.run_path(str(tmp_path / "draw.py"))["mesh"]
+    for group in mesh.devices.reshape(way.groups if way.share > 1 else 1, -1):
+        assert set(links_around(list(group))) == {1}
 
 
 def test_tensor_parallelism_by_hand_exchanges_nothing_but_sums():

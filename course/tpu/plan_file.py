@@ -15,6 +15,10 @@ from helpers.models import MODELS, bundled_names
 SD_GUIDANCE = 7.5
 NO_QUOTES = str.maketrans({'"': "'", "\\": "/"})  # so that no model's name ends the docstring
 PLAIN = '"plain"'
+SHARDINGS = """\
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+"""
 # Where models are of which the configuration comes with the course.
 HUB_IDS = {name: model.hub_id for name, model in MODELS.items()}
 HUB_IDS["flux2-9b"] = "black-forest-labs/FLUX.2-klein-9B"
@@ -35,10 +39,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import $imports
-from PIL import Image
+${imports}from PIL import Image
 
 from course import $package
+from course.tpu.splits import mesh_of
 from helpers.models import find_model
 
 MODEL = $model
@@ -51,12 +55,7 @@ SIZES = $sizes  # of the mesh
 chips = int(np.prod(list(SIZES.values())))
 if len(jax.devices()) < chips:
     raise SystemExit(f"This file is for {chips} devices, and here are {len(jax.devices())}.")
-mesh = jax.make_mesh(
-    tuple(SIZES.values()),
-    tuple(SIZES),
-    devices=jax.devices()[:chips],
-    axis_types=(AxisType.Auto,) * len(SIZES),
-)
+mesh = mesh_of(jax.devices()[:chips], SIZES)
 '''
 
 TAIL = '''
@@ -188,7 +187,7 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
         body = FLUX2
         values |= {
             "package": "flux2",
-            "imports": "AxisType",
+            "imports": "",
             "guidance": FLUX2_GUIDANCE if job.guided else None,
             "velocity": f"velocity = {python_of('flux2', flux2_call(way))}",
             "loading": SORTED if way.kind == TENSOR_BY_HAND else LOADED,
@@ -201,7 +200,7 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
             axes.append('"tokens"')
         values |= {
             "package": "sd",
-            "imports": "AxisType, NamedSharding\nfrom jax.sharding import PartitionSpec as P",
+            "imports": SHARDINGS,
             "guidance": SD_GUIDANCE if job.guided else None,
             "attention": f"attention = {python_of('sd', call) if call else PLAIN}",
             "noise": ", ".join(axes),

@@ -138,23 +138,50 @@ def check_way(way: Way, config: Config, program: Program) -> None:
 
 
 def make_mesh(chip: str, sizes: dict[str, int]) -> Mesh:
-    """Return a mesh of chips that are not there; ``sizes`` has as many for each of its axes.
+    """Return `mesh_of` chips that are not there; ``sizes`` has as many for each of its axes."""
+    return mesh_of(tpu_devices(chip, math.prod(sizes.values())), sizes)
 
-    Along the last axis neighbours are neighbours on the grid, and so are the last chip and the
-    first. ``jax.make_mesh`` does this for chips that are there, by their numbers.
+
+def mesh_of(devices: list, sizes: dict[str, int]) -> Mesh:
+    """Return a mesh of devices, ordered by their places on the grid where these are two rows.
+
+    Along the last axis with several chips neighbours are then neighbours on the grid, and so are
+    the last chip and the first. In ``jax.make_mesh`` half of eight chips' neighbours are two links
+    apart: it expects rows along x, and those of v5e and v6e lie along y. It makes the mesh of all
+    other devices.
+
+    Parameters
+    ----------
+    devices : list of jax.Device
+    sizes : dict
+        For each axis of the mesh, over how many devices it goes.
     """
-    devices = tpu_devices(chip, math.prod(sizes.values()))
-    *_, share = sizes.values()
-    groups = [ring_order(devices[at : at + share]) for at in range(0, len(devices), share)]
     types = (AxisType.Auto,) * len(sizes)
-    return Mesh(np.array(groups).reshape(*sizes.values()), tuple(sizes), axis_types=types)
+    shape = tuple(sizes.values())
+    rows = two_rows(devices)
+    if not rows:
+        return jax.make_mesh(shape, tuple(sizes), devices=devices, axis_types=types)
+    near, far = rows
+    length = next(size for size in reversed(shape) if size > 1) // 2
+    rings = [
+        near[at : at + length] + far[at : at + length][::-1] for at in range(0, len(near), length)
+    ]
+    return Mesh(np.array(rings).reshape(shape), tuple(sizes), axis_types=types)
 
 
-def ring_order(devices: list) -> list:
-    """Return chips that lie in two rows in the order of a ring: one row, and the other back."""
-    near = [device for device in devices if device.coords[0] == 0]
-    far = [device for device in devices if device.coords[0] != 0]
-    return near + far[::-1]
+def two_rows(devices: list) -> list[list]:
+    """Return the two rows in which chips lie, each in order; none if they do not lie so."""
+    by_place = {tuple(device.coords): device for device in devices if hasattr(device, "coords")}
+    if len(by_place) < len(devices):  # no TPUs, or several devices on a chip
+        return []
+    sides = np.ptp(list(by_place), axis=0) + 1
+    if sorted(sides)[:2] != [1, 2] or math.prod(sides) != len(devices):
+        return []
+    across = list(sides).index(2)
+    rows = {}
+    for place in sorted(by_place):
+        rows.setdefault(place[across], []).append(by_place[place])
+    return [rows[number] for number in sorted(rows)]
 
 
 def place(shapes, sharding):
