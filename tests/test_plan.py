@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import itertools
 import json
 import math
 import platform
@@ -20,8 +21,8 @@ from course.tpu.__main__ import main
 from course.tpu.answers import Memory, Report, Work
 from course.tpu.chips import Chip, tpu_devices
 from course.tpu.hlo import Overlap, find_collectives
-from course.tpu.jaxpr import find_products
-from course.tpu.pieces import load_config
+from course.tpu.jaxpr import equations_of, find_products
+from course.tpu.pieces import flux2_text_length, load_config
 from course.tpu.plan import ask_ways, bound_of, make_job, rank
 from course.tpu.plan_file import python_of, write_plan
 from course.tpu.records import Exchange, Split, recorded_flops, recorded_splits
@@ -256,6 +257,87 @@ def test_what_stands_beside_products_hides_an_exchange_that_need_not_wait():
     half = Overlap(flops=1e12, beside_exchange=0.5e12)
     found = bound_of(split_of(half, [gather, waits]), flops=8 * 10**12, chips=8)
     assert (found.computing, found.exchanging) == pytest.approx((10e-3, 20e-3))
+# What was recorded, and what arithmetic says
+
+
+def bytes_of(split, kind, direction=0):
+    """Bytes of one kind of collective in a step, on a chip; for 0 in any direction."""
+    found = [each for each in split.exchanges if each.kind == kind]
+    return sum(each.bytes for each in found if direction in (0, each.direction))
+
+
+@pytest.mark.parametrize(
+    ("model", "chip"), [("flux2", "v5e"), ("flux2", "v6e"), ("flux2-9b", "v6e")]
+)
+def test_klein_exchanges_what_arithmetic_says(model, chip):
+    job = make_job(model, chip, 8)
+    found = plan.known_splits(job, read_record("ask/plans"))
+    config = load_config(model)
+    rows, columns = flux2.size_in_tokens(config, job.program.height, job.program.width)
+    tokens = rows * columns + flux2_text_length(job.program, config)
+    double, single = config.transformer.num_layers, config.transformer.num_single_layers
+    array = tokens * config.transformer.width * 2
+    # A sum after attention and one after the feed-forward layer; a single-stream block has both
+    # layers side by side.
+    by_hand = found[Way(TENSOR_BY_HAND, share=8)]
+    assert bytes_of(by_hand, "all-reduce") == pytest.approx((2 * double + single) * array, rel=0.01)
+    assert {each.kind for each in by_hand.exchanges} == {"all-reduce"}
+    # Queries, keys, values and the result; or keys and values of each other chip.
+    blocks = double + single
+    ulysses = bytes_of(found[Way("Ulysses", share=8)], "all-to-all")
+    assert ulysses == pytest.approx(blocks * 4 * array / 8, rel=0.01)
+    ring = bytes_of(found[Way("ring", share=8)], "collective-permute")
+    assert ring == pytest.approx(blocks * 2 * 7 * array / 8, rel=0.01)
+
+
+def keys_and_values(config, height, width):
+    """Bytes of the keys and values of the pixels of one image in bfloat16, in all layers."""
+    total = 0
+    pixels = height * width // config.pixels_per_latent**2
+    for block in sd.unet.blocks(config.unet):
+        pixels = {"downsample": pixels // 4, "upsample": pixels * 4}.get(block.kind, pixels)
+        total += block.depth * 2 * pixels * block.channels * 2
+    return total
+
+
+def rows_beside(job):
+    """Bytes of the rows of pixels that convolutions need from the chip before, and the one after.
+
+    A kernel of 3 × 3 needs a row on either side; one that halves the rows begins a row before.
+    """
+    step = splits.whole_step(job.program, job.guided)
+    before = after = 0
+    for equation, runs in equations_of(step.function, *step.arguments):
+        if equation.primitive.name == "conv_general_dilated":
+            pixels, kernel = (each.aval for each in equation.invars)
+            if kernel.shape[0] == 3:
+                row = pixels.size // pixels.shape[1] * pixels.dtype.itemsize
+                before += runs * row
+                after += runs * row * (equation.params["window_strides"][0] == 1)
+    return before, after
+
+
+def test_xl_exchanges_what_arithmetic_says():
+    jobs = [make_job("sdxl", chip, 8) for chip in ("v5e", "v6e")]
+    of_both = rows_beside(jobs[0])  # halves of guidance
+    program = jobs[0].program
+    of_image = keys_and_values(load_config("sdxl"), program.height, program.width)
+    for job, (halves, share) in itertools.product(jobs, [(1, 8), (2, 4)]):
+        found = plan.known_splits(job, read_record("ask/plans"))
+        whole = 2 // halves * of_image
+        before, after = (size // halves for size in of_both)
+        gathered = found[Way(CONTEXT, halves=halves, share=share)]
+        assert bytes_of(gathered, "all-gather") == pytest.approx(whole, rel=0.01)
+        rows = [bytes_of(gathered, "collective-permute", way) for way in (1, -1)]
+        assert rows == pytest.approx([before, after], rel=0.01)
+        ring = found[Way("ring", halves=halves, share=share)]
+        pieces = (share - 1) / share * whole
+        onward = bytes_of(ring, "collective-permute", 1)
+        assert onward == pytest.approx(pieces + before, rel=0.01)
+        passed = bytes_of(ring, "collective-permute")
+        assert passed == pytest.approx(pieces + before + after, rel=0.01)
+
+
     assert found.hidden == pytest.approx(5e-3)  # half of the products are beside it
     assert found.seconds == pytest.approx(25e-3)
     most = Overlap(flops=1e12, beside_exchange=1e12)

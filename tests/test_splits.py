@@ -128,7 +128,7 @@ def test_an_all_to_all_passes_the_middle_of_the_grid():
     assert bisection_seconds(size, "v6e", 8) == pytest.approx(4 * size / 2 / (2 * 100e9))
     exchange = Exchange("all-to-all", is_async=False, number=1, runs=1, bytes=size)
     assert least_seconds([exchange], "v6e", 8) == pytest.approx(3.54e-3)
-    # On four chips a ring needs as long: half of 2 results over 2 links, 3/4 of one over 2.
+    # Of four, 2 have half of a result for the other 2. A ring needs less: 3/4 of one over 2 links.
     assert least_seconds([exchange], "v6e", 4) == pytest.approx(size / 2 / 100e9)
 
 
