@@ -95,6 +95,21 @@ def test_a_way_that_klein_cannot_be_split_in_ends_in_a_sentence(way, chips, sent
     assert reason.count("\n") == 0
 
 
+def test_a_way_that_cannot_divide_a_parameter_is_known_before_the_compiler_is_asked(monkeypatch):
+    config = load_config("flux2")
+    odd = config.text_encoder.intermediate_size + 1
+    odd = dataclasses.replace(
+        config, text_encoder=dataclasses.replace(config.text_encoder, intermediate_size=odd)
+    )
+    job = make_job("flux2", batch=8)
+    ways = [Way(FULLY_SHARDED, images=8), Way(TENSOR, share=8)]
+    assert [job.why_not(way) for way in ways] == ["", ""]
+    monkeypatch.setattr(plan, "load_config", lambda model: odd)
+    for way in ways:
+        assert "8 devices do not divide 9729" in job.why_not(way)
+    assert job.why_not(Way("ring", share=8)) == job.why_not(Way(DATA, images=8)) == ""
+
+
 def test_few_ways_are_left_for_the_heads_of_xl():
     job = make_job("sdxl", "v5e", 8)
     possible = [str(way) for way in job.ways if not job.why_not(way)]
@@ -242,21 +257,6 @@ def test_the_recorded_plan_of_xl_has_half_of_guidance_on_each_side_first(chip):
     assert ranked[-1] == Way("ring", share=8)
 
 
-def split_of(schedule, exchanges=(), usable=2**30, least_bytes=0):
-    chip = Chip("v5e", peak=1e14, bandwidth=1e12, on_chip=0, usable_hbm=usable)
-    memory = Memory(2**20, 0, 0, 0)
-    work = Work(0.0, 0.0, least_bytes)
-    report = Report(chip, memory, work, "", 1.0, "2026-11-27", {}, schedule=schedule)
-    return Split({"tokens": 8}, 1, 2**20, report, tuple(exchanges))
-
-
-def test_what_stands_beside_products_hides_an_exchange_that_need_not_wait():
-    size = 8 * 10**9 // 7
-    gather = Exchange("all-gather", is_async=True, number=1, runs=1, bytes=size)
-    waits = dataclasses.replace(gather, is_async=False)
-    half = Overlap(flops=1e12, beside_exchange=0.5e12)
-    found = bound_of(split_of(half, [gather, waits]), flops=8 * 10**12, chips=8)
-    assert (found.computing, found.exchanging) == pytest.approx((10e-3, 20e-3))
 # What was recorded, and what arithmetic says
 
 
@@ -338,6 +338,21 @@ def test_xl_exchanges_what_arithmetic_says():
         assert passed == pytest.approx(pieces + before + after, rel=0.01)
 
 
+def split_of(schedule, exchanges=(), usable=2**30, least_bytes=0):
+    chip = Chip("v5e", peak=1e14, bandwidth=1e12, on_chip=0, usable_hbm=usable)
+    memory = Memory(2**20, 0, 0, 0)
+    work = Work(0.0, 0.0, least_bytes)
+    report = Report(chip, memory, work, "", 1.0, "2026-11-27", {}, schedule=schedule)
+    return Split({"tokens": 8}, 1, 2**20, report, tuple(exchanges))
+
+
+def test_what_stands_beside_products_hides_an_exchange_that_need_not_wait():
+    size = 8 * 10**9 // 7
+    gather = Exchange("all-gather", is_async=True, number=1, runs=1, bytes=size)
+    waits = dataclasses.replace(gather, is_async=False)
+    half = Overlap(flops=1e12, beside_exchange=0.5e12)
+    found = bound_of(split_of(half, [gather, waits]), flops=8 * 10**12, chips=8)
+    assert (found.computing, found.exchanging) == pytest.approx((10e-3, 20e-3))
     assert found.hidden == pytest.approx(5e-3)  # half of the products are beside it
     assert found.seconds == pytest.approx(25e-3)
     most = Overlap(flops=1e12, beside_exchange=1e12)
@@ -423,6 +438,11 @@ def test_a_plan_goes_on_where_it_stopped(asked, tmp_path):
     assert asked == ["ring over 8"]
 
 
+def refuse():
+    """Stand in for ``require_compiler`` where there is none."""
+    raise RuntimeError("There is no compiler.")
+
+
 def test_what_was_recorded_is_asked_only_if_it_is_to_be_anew(asked, monkeypatch, tmp_path):
     job = make_job("flux2")
     ask_ways(job, tmp_path / "answers.json")
@@ -433,9 +453,6 @@ def test_what_was_recorded_is_asked_only_if_it_is_to_be_anew(asked, monkeypatch,
     assert asked == []
     assert len(ask_ways(job, only="ring", anew=True).splits) == 5
     assert asked == ["ring over 8"]
-
-    def refuse():
-        raise RuntimeError("There is no compiler.")
 
     monkeypatch.setattr("course.tpu.plan.require_compiler", refuse)
     asked.clear()
@@ -453,6 +470,53 @@ def test_a_plan_without_an_answer_says_what_to_do(asked, tmp_path, capsys):
     assert "The compiler answered about no way, see above: give more --timeout" in output.err
     assert "The TPU compiler was stopped." in output.out
     assert not (tmp_path / "draw.py").exists()
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_where_every_way_is_impossible_other_options_are_named(
+    has_compiler, asked, tmp_path, capsys, monkeypatch
+):
+    if not has_compiler:
+        monkeypatch.setattr("course.tpu.plan.require_compiler", refuse)
+    command = ["plan", "sdxl", "--height", "64", "--width", "64", "--to", str(tmp_path)]
+    assert main(command) == 1
+    output = capsys.readouterr()
+    assert "The model cannot be split in any of these ways: give a larger image" in output.err
+    assert "--timeout" not in output.err
+    assert "cannot be divided by" in output.out
+    assert asked == []
+
+
+def test_where_the_compiler_refuses_every_way_more_chips_are_named(tmp_path, capsys, monkeypatch):
+    def ask_way(program, guided, way, timeout):
+        row = ROWS[f"step, {program.chip}, {NAMES[way.kind]}"]
+        return row | {"report": row["report"] | {"work": None, "message": "Out of memory."}}
+
+    monkeypatch.setattr("course.tpu.splits.ask_way", ask_way)
+    monkeypatch.setattr("course.tpu.plan.require_compiler", lambda: None)
+    command = ["plan", "shapes-flux2", "--chip", "v5e", "--chips", "4", "--to", str(tmp_path)]
+    assert main(command) == 1
+    output = capsys.readouterr()
+    assert "It does not fit. The compiler: Out of memory." in output.out
+    assert "No way fits that was asked about: give more chips" in output.err
+
+
+def test_a_plan_that_is_recorded_writes_no_answers(tmp_path):
+    command = ["plan", "shapes-flux2", "--chip", "v6e", "--chips", "4", "--to", str(tmp_path)]
+    assert main(command) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"comparison.png", "draw.py"}
+    assert main(command) == 0, "its own files are replaced"
+
+
+@pytest.mark.parametrize("name", ["draw.py", "comparison.png"])
+def test_files_of_somebody_else_are_not_replaced(name, asked, tmp_path, capsys):
+    (tmp_path / name).write_bytes(b"mine")
+    command = ["plan", "shapes-flux2", "--chip", "v6e", "--chips", "4", "--to", str(tmp_path)]
+    assert main(command) == 1
+    assert f"{tmp_path / name} was not written by a plan: move it away" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == b"mine"
+    assert asked == []
 
 
 def test_a_file_of_something_else_is_refused(asked, tmp_path):

@@ -20,7 +20,7 @@ from course.tpu.chips import tpu_devices
 from course.tpu.compiler import ask_compiler
 from course.tpu.pieces import ask_about
 from course.tpu.plan import ask_ways, draw_comparison, make_job, rank, say, step_flops
-from course.tpu.plan_file import write_plan
+from course.tpu.plan_file import WRITER, check_place, write_plan
 from course.tpu.programs import make_program
 from course.tpu.records import recorded_answers, table_of
 from helpers import quiet_warnings
@@ -175,9 +175,9 @@ def print_answer(options: argparse.Namespace, parser: argparse.ArgumentParser) -
 PLAN = """\
 Compile a step of denoising for chips that are not there, split over them in several ways, and rank
 the ways by a bound: with as many groups of chips as there are images, or runs of the model, and
-with all chips together. What the compiler says is kept in a folder, so that an
-interrupted plan goes on where it stopped. There are also a picture that compares the ways, and a
-file that draws in the first of them.
+with all chips together. A folder gets a picture that compares the ways, and a file that draws in
+the first of them. What the compiler was asked now, and was not recorded with the course, is kept
+there, too, so that an interrupted plan goes on where it stopped.
 """
 PLAN_EXAMPLES = """\
 examples:
@@ -237,12 +237,19 @@ def print_plan(options: argparse.Namespace) -> None:
     name = f"plan-{Path(options.model).name}-{options.chip}-{options.chips}"
     folder = options.to or Path(name)
     with writing_to(folder):
+        check_place(folder / "comparison.png")
+        check_place(folder / "draw.py")
         answers = ask_ways(
             job, folder / "answers.json", options.only, options.timeout, options.anew
         )
-        bounds = rank(answers.splits, step_flops(job), job.chips)
+        bounds = rank(answers.splits, step_flops(job), job.chips) if answers.splits else {}
         print(say(job, answers, bounds))
-        if not bounds:
+        if len(answers.impossible) == len(job.ways):
+            raise RuntimeError(
+                "The model cannot be split in any of these ways: give a larger image, another "
+                "--batch, or other --chips."
+            )
+        if not answers.splits:
             raise RuntimeError(
                 "The compiler answered about no way, see above: give more --timeout, or another "
                 "--only."
@@ -252,7 +259,8 @@ def print_plan(options: argparse.Namespace) -> None:
             raise RuntimeError(
                 "No way fits that was asked about: give more chips, or fewer pixels."
             )
-        save = partial(draw_comparison(job, bounds).savefig, format="png", dpi=150)
+        figure = draw_comparison(job, bounds)
+        save = partial(figure.savefig, format="png", dpi=150, metadata={"Source": WRITER})
         write_whole(folder / "comparison.png", save)
         write_plan(job, fitting[0], folder / "draw.py")
     print(f"\nFirst is {fitting[0]}: {folder / 'draw.py'} draws so. Also written: comparison.png.")

@@ -1,8 +1,9 @@
 """Plan how a step is split over chips that are not there: ``python -m course.tpu plan MODEL``.
 
-Each way of `splits.find_ways` is compiled, one after another, and what the compiler says is kept,
-so that an interrupted plan goes on where it stopped. Ways are ranked by a bound: the arithmetic of
-a chip and its exchange, one after the other, but for what the schedule puts beside an exchange.
+Each way of `splits.find_ways` is compiled, one after another, unless the answer is recorded with
+the course. What the compiler says is kept, so that an interrupted plan goes on where it stopped.
+Ways are ranked by a bound: the arithmetic of a chip and its exchange, one after the other, but for
+what the schedule puts beside an exchange.
 """
 
 import dataclasses
@@ -202,16 +203,13 @@ def ask_ways(
             answers.unanswered[way] = refusal
         else:
             left.append(way)
-    if refusal and not answers.splits:
+    if refusal and answers.unanswered and not answers.splits:
         raise RuntimeError(refusal)
     for number, way in enumerate(left, 1):
         log.info("%d of %d: %s", number, len(left), way)
         start = time.monotonic()
         try:
             answer = splits.ask_way(job.program, job.guided, way, timeout)
-        except ValueError as error:  # the axes of a parameter cannot be divided
-            answers.impossible[way] = str(error)
-            continue
         except RuntimeError as error:
             answers.unanswered[way] = str(error).splitlines()[0]
             log.info("no answer: %s", answers.unanswered[way])

@@ -23,10 +23,11 @@ from jax.sharding import PartitionSpec as P
 HUB_IDS = {name: model.hub_id for name, model in MODELS.items()}
 HUB_IDS["flux2-9b"] = "black-forest-labs/FLUX.2-klein-9B"
 
+WRITER = "`python -m course.tpu plan` wrote this file"  # which a later plan may replace
 HEAD = '''\
 """$title.
 
-`python -m course.tpu plan` wrote this file for $way. It draws an image for each prompt:
+$writer for $way. It draws an image for each prompt:
 
     python $name "a prompt"$more pictures
 
@@ -155,6 +156,14 @@ def draw(params, config, tokenize, prompts, seed=0):
 '''
 
 
+def check_place(file: Path) -> None:
+    """Raise ``RuntimeError``, of one sentence, if what is in a file's place is none of a plan's."""
+    if file.exists() and not (file.is_file() and WRITER.encode() in file.read_bytes()):
+        raise RuntimeError(
+            f"{file} was not written by a plan: move it away, or give a different folder."
+        )
+
+
 def write_plan(job: Job, way: Way, file: Path) -> None:
     """Write the file for one way.
 
@@ -171,6 +180,7 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
     if model not in bundled_names() and Path(model).is_dir():
         model = str(Path(model).absolute())  # so the file can be started in any folder
     values = {
+        "writer": WRITER,
         "title": in_one_line(str(job)).translate(NO_QUOTES),
         "way": way,
         "name": file.name,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from course import flux2, sd
@@ -104,12 +104,16 @@ def find_ways(config: Config, images: int, chips: int, guided: bool) -> list[Way
 
 
 def check_way(way: Way, config: Config, program: Program) -> None:
-    """Raise ``ValueError``, of one sentence, if a model cannot be split in some way.
+    """Raise ``ValueError``, of one sentence, if a model cannot be split in some way."""
+    if way.share > 1:
+        check_share(way, config, program)
+    package = code_of(config)
+    mesh = AbstractMesh(tuple(way.mesh.values()), tuple(way.mesh))
+    package.shardings(config, mesh, getattr(package, way.rules))  # it refuses what it cannot divide
 
-    Whether the axes of all parameters can be divided, `place_step` finds out.
-    """
-    if way.share == 1:
-        return
+
+def check_share(way: Way, config: Config, program: Program) -> None:
+    """Raise ``ValueError`` unless chips can share heads and tokens, or rows of pixels."""
     if isinstance(config, flux2.Config):
         heads = {config.transformer.num_attention_heads}
         rows, columns = flux2.size_in_tokens(config, program.height, program.width)
