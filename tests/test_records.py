@@ -233,7 +233,7 @@ def test_the_table_has_a_row_for_each_program_and_its_largest_batch():
     )
     larger = [
         Answer(dataclasses.replace(program, batch=batch), {WHOLE: report})
-        for batch, report in ((2, later), (3, REFUSED), (6, REFUSED))
+        for batch, report in ((2, later), (3, REFUSED), (4, REFUSED))
     ]
     other = Answer(make_program("sdxl", "v6e", steps=20, split_head_dim=False), {WHOLE: REFUSED})
     table = table_of([first, *larger, other]).replace("\N{NO-BREAK SPACE}", " ")
@@ -280,13 +280,27 @@ def test_the_search_finds_the_largest_batch_that_fits():
         assert sum(tried.values()) <= 3 + math.log2(largest + 1)
 
 
-def test_a_largest_batch_is_confirmed_by_the_next_one():
+def test_the_search_goes_on_where_a_larger_batch_may_still_fit():
+    program = make_program("shapes-sd")
+    tried = {1: True, 2: True, 3: False}
+    assert programs.next_batch(program, answers_for(tried)) == 4
+    assert programs.next_batch(program, answers_for(tried | {4: True})) == 8
+    tried = {28: True, 29: False}
+    assert programs.next_batch(program, answers_for(tried)) == 32
+    assert programs.next_batch(program, answers_for(tried | {32: False})) is None
+
+
+def test_a_largest_batch_is_confirmed_by_larger_ones():
     program = make_program("shapes-sd")
     assert largest_batch(program, answers_for({1: True, 3: True})) is None
     assert largest_batch(program, answers_for({1: True, 3: True, 5: False})) is None
     assert largest_batch(program, answers_for({1: True, 3: True, 4: False})) == 3
+    assert largest_batch(program, answers_for({2: True, 3: False})) is None
+    assert largest_batch(program, answers_for({2: True, 3: False, 4: False})) == 2
+    assert largest_batch(program, answers_for({28: True, 29: False})) is None
     assert largest_batch(program, answers_for({28: True, 29: False, 32: True})) is None
-    assert largest_batch(program, answers_for({28: True, 29: False, 32: True, 33: False})) == 32
+    confirmed = {28: True, 29: False, 32: True, 33: False, 40: False}
+    assert largest_batch(program, answers_for(confirmed)) == 32
     assert largest_batch(program, answers_for({1: False})) == 0
     assert largest_batch(make_program("shapes-sd", "v4"), answers_for({1: False})) is None
 
@@ -302,7 +316,7 @@ def test_the_most_useful_is_asked_first():
         ["model sdxl", "chip v5e"],
         ["model sdxl", "chip v4"],
     ]
-    assert [name for name in left if "batch 2," in name] == left[-13:]  # the searches
+    assert [name for name in left if "batch 2," in name] == left[-14:]  # the searches
 
 
 @pytest.fixture

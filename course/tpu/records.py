@@ -188,12 +188,27 @@ def compiler_report() -> str:
 def largest_batch(program: Program, answers: Iterable[Answer]) -> int | None:
     """Return the largest batch with which a program fits, by the answers for other batches.
 
-    It fits, and with one image more it does not; 0 if one image is too much. None if nobody found
+    It fits, and those of `larger_batches` do not; 0 if one image is too much. None if nobody found
     it yet. A smaller batch need not fit.
     """
     tried = tried_batches(program, answers)
     largest = max(batch for batch, fits in tried.items() if fits)
-    return largest if tried.get(largest + 1) is False else None
+    return largest if larger_batches(largest) <= tried.keys() else None
+
+
+def larger_batches(batch: int) -> set[int]:
+    """Return with which batches a program must not fit, for this one to count as the largest.
+
+    They are one image more, and the next multiple of eight (of four, or two, for fewer images): of
+    such a batch the compiler wastes less, so it may fit where a smaller one does not.
+
+    >>> sorted(larger_batches(2)), sorted(larger_batches(28))
+    ([3, 4], [29, 32])
+    """
+    step = 1
+    while step < 8 and 2 * step <= batch:
+        step *= 2
+    return {batch + 1, (batch // step + 1) * step}
 
 
 def tried_batches(program: Program, answers: Iterable[Answer]) -> dict[int, bool]:

@@ -1,12 +1,12 @@
 """What Stable Diffusion 1.4 and XL need on a chip: ``make tpu-report``.
 
 First the diffusers pipelines, and their parts; then the model of ``course.sd``; last, the largest
-batch that fits of each pipeline, and of XL's model on a v5e, one image decoded after another. The
-search takes what is recorded, doubles the batch until one does not fit, and then comes down from
-there: the compiler refuses a program within a minute or two, and works on one that just fits for
-half an hour. All of it takes many hours on 2 cores, and a compilation of XL up to 18 GB of memory:
-``--only 'model sd,'`` and ``--minutes`` take a part. The seconds of a compilation are those on the
-clock, with whatever else the machine did.
+batch that fits of each pipeline, and of XL's model on a v5e and a v6e, one image decoded after
+another. The search takes what is recorded, doubles the batch until one does not fit, and then comes
+down from there: the compiler refuses a program within a minute or two, and works on one that just
+fits for half an hour and more. All of it takes many hours on 2 cores, and a compilation of XL up to
+18 GB of memory: ``--only 'model sd,'`` and ``--minutes`` take a part. The seconds of a compilation
+are those on the clock, with whatever else the machine did.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from course.tpu.answers import Answer
 from course.tpu.pieces import parameter_bytes, take_piece
 from course.tpu.programs import DECODER, ENCODERS, PARTS, STEP, WHOLE, Program, make_program
-from course.tpu.records import answer_of, read_answers, tried_batches
+from course.tpu.records import answer_of, larger_batches, read_answers, tried_batches
 
 
 def small_pipelines() -> list[Program]:
@@ -59,8 +59,12 @@ def model_pieces() -> list[tuple[Program, str]]:
     flash = dataclasses.replace(xl, attention="flash")
     sd = make_program("sd", steps=50, attention="plain")
     asked = [(program, piece) for program in (xl, sd, flash) for piece in (STEP, DECODER, ENCODERS)]
-    asked += [(one_after_another("v5e", 16), WHOLE), (one_after_another("v6e", 36), WHOLE)]
-    return asked
+    return asked + [(program, WHOLE) for program in decoded_in_turn()]
+
+
+def decoded_in_turn() -> list[Program]:
+    """Return the programs of `one_after_another` with which a search for larger ones begins."""
+    return [one_after_another("v5e", 16), one_after_another("v6e", 36)]
 
 
 def one_after_another(chip: str, batch: int) -> Program:
@@ -78,8 +82,7 @@ def questions(rows: list[dict]) -> list[dict]:
         names = [WHOLE, *PARTS] if whole is None or whole.fits else [WHOLE]
         asked += [(program, name) for name in names]
     asked += model_pieces()
-    # On a v6e that search would take hours: the compiler had no answer about 72 in half an hour.
-    for program in [*real_pipelines(), one_after_another("v5e", 16)]:
+    for program in [*real_pipelines(), *decoded_in_turn()]:
         batch = next_batch(program, answers)
         if batch:
             asked.append((dataclasses.replace(program, batch=batch), WHOLE))
@@ -89,16 +92,16 @@ def questions(rows: list[dict]) -> list[dict]:
 def next_batch(program: Program, answers: Sequence[Answer]) -> int | None:
     """Return the batch to ask about next in search of the largest that fits; None if it is known.
 
-    With one image more than the largest that fits, a program does not.
+    See `course.tpu.records.largest_batch`.
     """
     tried = tried_batches(program, answers)
     fitting = max(batch for batch, fits in tried.items() if fits)
     refused = min((batch for batch in tried if batch > fitting), default=None)
     if refused is None:
         return max(2, 2 * fitting)
-    if refused == fitting + 1:
-        return None
-    return refused - max(1, (refused - fitting) // 8)
+    if refused > fitting + 1:
+        return refused - max(1, (refused - fitting) // 8)
+    return min(larger_batches(fitting) - tried.keys(), default=None)
 
 
 def answer(piece: str, **settings) -> dict:
