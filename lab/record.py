@@ -44,6 +44,7 @@ SUBJECTS = (
     "score/sd",
     "score/flux2",
     "score/few_steps",
+    "score/splits",
     "score/finetune",
     "clock/cpu",
     "clock/draw",

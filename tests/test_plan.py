@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from course import flux2, sd
-from course.families import code_of
+from course import sd
 from course.tpu import plan, splits
 from course.tpu.__main__ import main
 from course.tpu.answers import Memory, Report, Work
@@ -36,6 +35,7 @@ from course.tpu.splits import (
     find_ways,
 )
 from helpers import find_model, read_record
+from lab.score.splits import draw_on_one
 
 needs_compiler = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
@@ -586,20 +586,6 @@ def test_the_command_ranks_draws_and_writes(asked, tmp_path, capsys):
 PROMPT = "a large red heart on a white background"
 
 
-def draw_on_one(model, params, config, tokenize, steps):
-    """Draw as the file does, on one device."""
-    key = jax.random.key(0)
-    if model == "shapes-flux2":
-        noise = flux2.random_tokens(key, config, 1, 64, 64)
-        generate = jax.jit(flux2.generate, static_argnames=flux2.STATIC)
-        ids, mask = tokenize([PROMPT])
-        empty = tokenize([""])
-        return generate(params, config, ids, mask, noise, 64, 64, steps, 4.0, empty)
-    noise = jax.random.normal(key, (1, 8, 8, config.unet.in_channels))
-    generate = jax.jit(sd.generate, static_argnames=sd.STATIC)
-    return generate(params, config, tokenize([PROMPT]), None, tokenize([""]), steps, 7.5, noise)
-
-
 @pytest.mark.parametrize(
     ("model", "way"),
     [
@@ -620,9 +606,8 @@ def test_the_file_of_a_way_draws_what_one_device_draws(model, way, tmp_path):
     names = runpy.run_path(str(tmp_path / "draw.py"))
     params, config, tokenize = names["load"](find_model(model), jnp.float32)
     drawn = names["draw"](params, config, tokenize, [PROMPT])
-    params, *_ = code_of(config).load(find_model(model), jnp.float32)
-    alone = draw_on_one(model, params, config, tokenize, steps=2)
-    assert 255 * np.abs(np.asarray(drawn) - np.asarray(alone)).max() < 1
+    alone = draw_on_one(model, (PROMPT,), steps=2)
+    assert 255 * np.abs(np.asarray(drawn) - alone).max() < 1
     with pytest.raises(ValueError, match=r"for 1 prompt\(s\) at a time"):
         names["draw"](params, config, tokenize, [PROMPT, PROMPT])
 

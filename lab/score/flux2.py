@@ -57,8 +57,9 @@ def answer(weights: str, int8: bool = False, **asked) -> dict:
 def hash_of_weights(folder: Path = flow.CHECKPOINT) -> str:
     """Return the hash of the files of all parts."""
     found = hashlib.sha256()
-    for file in sorted(folder.rglob("*.safetensors")):
-        found.update(file.read_bytes())
+    for file in sorted(folder.rglob("*")):
+        if file.suffix in (".safetensors", ".msgpack"):
+            found.update(file.read_bytes())
     return found.hexdigest()
 
 
