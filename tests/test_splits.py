@@ -13,8 +13,11 @@ from jax.sharding import AxisType
 from course import flux2
 from course.flux2.transformer import SECOND_TIME, TIME
 from course.tpu.exchange import bisection_seconds, least_seconds, received_share
+from course.tpu.pieces import load_config
 from course.tpu.records import Exchange, recorded_splits
-from helpers import find_data
+from course.tpu.splits import DATA, FULLY_SHARDED, sharing_kinds
+from helpers import find_data, read_record
+from lab.score import splits as score
 
 CAPTIONS = ["a large red heart on a white background", "a small blue star on a yellow background"]
 SIZE = {"height": 64, "width": 64}
@@ -77,6 +80,23 @@ def test_split_over_devices_a_flow_map_is_told_where_a_step_goes(small, way):
         split = {"tokens": flux2.split_tokens, "partitioner": flux2.keep_tokens}[way]
         velocity = split(make_mesh(tokens=2), tokens="tokens")
     np.testing.assert_allclose(draw(flow_map, velocity), expected, atol=0.1)
+
+
+@pytest.mark.parametrize("model", score.MODELS)
+def test_in_every_way_two_four_and_eight_devices_drew_what_one_did(model):
+    kinds = {DATA, FULLY_SHARDED, *sharing_kinds(load_config(model))}
+    drawn = set()
+    for row in read_record("score/splits"):
+        question, answer = row["question"], row["answer"]
+        if question["model"] != model:
+            continue
+        assert answer["difference"] <= 1, question
+        assert answer["right"] == answer["right on one"] > 0, question
+        for part in question["way"].split(" × "):
+            kind, _ = part.split(" over ")
+            drawn.add((kind, question["devices"]))
+    assert drawn >= {(kind, devices) for kind in kinds for devices in (2, 4, 8)}
+    assert ("guidance", 2) in drawn
 
 
 def test_ulysses_needs_whole_heads(small):
