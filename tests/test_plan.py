@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from course import sd
+from course import flux2, sd
 from course.tpu import plan, splits
 from course.tpu.__main__ import main
 from course.tpu.answers import Memory, Report, Work
