@@ -123,6 +123,29 @@ def test_a_velocity_is_that_of_pytorchs_transformer(
     assert farthest(found, recorded[f"velocity {name}"]) <= TOLERANCE
 
 
+def test_a_velocity_takes_the_attention_that_is_given(model):
+    params, config, _ = model
+    heads = config.transformer.num_attention_heads, config.transformer.attention_head_dim
+    seen = []
+
+    def spy(query, key, value, score_dtype):
+        seen.append((query.shape, score_dtype))
+        return value
+
+    def run(attend):
+        image, text = made_up_input("image", 2, 15, 32), made_up_input("text", 2, 7, 120)
+        places = flux2.positions(3, 5), flux2.text_positions(7)
+        arguments = params["transformer"], config.transformer, image, text, jnp.ones(2), *places
+        return jax.eval_shape(lambda: flux2.velocity(*arguments, attend=attend))
+
+    run(spy)
+    assert seen == [((2, 22, *heads), jnp.float32)] * 2  # in blocks of two streams, and of one
+    with pytest.raises(ValueError, match="The splash kernel runs on TPUs only, and this is a cpu"):
+        run("splash")
+    with pytest.raises(ValueError, match="no attention 'flash': choose one of automatic, splash,"):
+        run("flash")
+
+
 @pytest.fixture(scope="module")
 def flow_map(model):
     """The same model with a second embedder, which is like the one of the time."""

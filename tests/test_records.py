@@ -128,14 +128,29 @@ def test_bundles_only_add_to_a_roofline():
 def test_splash_attention_takes_the_fewest_cycles_of_klein_and_flash_of_xl():
     cycles = {}
     for row in read_record("ask/kernels"):
-        model, chip, kernel = row["question"].values()
-        total = row["answer"]["cycles"] + row["answer"]["others"]
-        cycles.setdefault((model, chip), {})[kernel] = total
+        model, chip, kernel, part = row["question"].values()
+        if part != STEP:
+            total = row["answer"]["cycles"] + row["answer"]["others"]
+            cycles.setdefault((model, chip), {})[kernel] = total
     for chip in ("v5e", "v6e"):
         klein, xl = cycles["flux2", chip], cycles["sdxl", chip]
         assert klein["splash"] < 0.7 * klein["compiler"] < 0.7 * klein["flash"]
         assert xl["flash"] < 0.65 * xl["compiler"]
         assert xl["flash"] < xl["splash"] < xl["compiler"]
+
+
+def test_a_step_of_klein_gains_what_its_kernels_gain():
+    seconds = {}
+    for row in read_record("ask/kernels"):
+        _, chip, kernel, part = row["question"].values()
+        if part == STEP:
+            seconds.setdefault(chip, {})[kernel] = row["answer"]["seconds"]
+    assert seconds.keys() == {"v5e", "v6e"}
+    for chip, step in seconds.items():
+        gains = {kind: step["compiler"][kind] - step["splash"][kind] for kind in records.KINDS}
+        assert gains["kernels"] > 0.25 * step["compiler"]["kernels"], chip
+        for kind in ("products", "others"):
+            assert abs(gains[kind]) < 0.05 * step["compiler"][kind], (chip, kind)
 
 
 def test_options_of_others_gain_little_or_nothing():

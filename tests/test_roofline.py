@@ -2,10 +2,14 @@
 
 import base64
 import dataclasses
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu
 
+from course.model.attention import flash_kernel, splash
 from course.tpu.chips import CHIPS, Chip, find_chip
 from course.tpu.hlo import START, read_collectives
 from course.tpu.roofline import (
@@ -321,3 +325,20 @@ def test_a_kernel_says_how_many_blocks_of_keys_it_has():
     body = base64.b64encode(b"iteration_bounds = array<i64: 2, 20, 2, 3>, scratch").decode()
     assert blocks_of_keys(f'%k = custom-call(%q), backend_config={{"body":"{body}"}}') == 3
     assert blocks_of_keys("%k = fusion(%q), kind=kLoop") == 0
+
+
+def test_a_kernel_is_read_in_spite_of_line_breaks():
+    body = base64.b64encode(b"iteration_bounds = array<i64: 2, 3>").decode()
+    note = '{kernel_metadata={\n"xprof_metadata":"{}"\n}}'
+    line = f"%y = f32[8]{{0}} custom-call(%x), frontend_attributes={note}"
+    text = text_of("%x = f32[8]{0} parameter(0)", f'{line}, backend_config={{"body":"{body}"}}')
+    assert count_all(text, {"y": KERNEL}) == {"y": count_bundles(KERNEL, blocks=3)}
+
+
+@pytest.mark.parametrize(("kernel", "blocks"), [(flash_kernel, 3), (splash, 5)])
+def test_a_kernel_of_jax_says_so_too(kernel, blocks):
+    shape = jax.ShapeDtypeStruct((1, 2560, 2, 128), jnp.bfloat16)
+    traced = jax.jit(kernel).trace(shape, shape, shape)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    body = re.search(r"body\\22: \\22([\w+/=]+)", text)[1]
+    assert blocks_of_keys(f'%k = custom-call(%q), backend_config={{"body":"{body}"}}') == blocks

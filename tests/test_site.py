@@ -502,9 +502,11 @@ def test_no_english_is_left_in_the_chinese_report():
     assert set(re.findall(r"[A-Za-z]{2,}", prose)) <= names
 
 
-def test_no_english_is_left_in_the_chinese_table_of_kernels():
+def test_no_english_is_left_in_the_chinese_tables_of_kernels():
     text = translations.translate_table("kernels", records.table_of_kernels())
     assert set(re.findall(r"[A-Za-z]{2,}", text)) == {"flash", "flux", "sdxl", "splash"}
+    text = translations.translate_table("steps", records.table_of_steps())
+    assert set(re.findall(r"[A-Za-z]{2,}", text)) == {"splash", "libtpu", "jax"}
 
 
 def test_the_table_of_chapters_is_the_readmes_without_badges(monkeypatch, tmp_path):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from course.flux2.configs import TransformerConfig
-from course.model.attention import automatic
+from course.model.attention import automatic, find_attention, splash
 from course.model.layers import (
     Parameter,
     linear,
@@ -28,6 +28,7 @@ from course.model.layers import (
 DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 TIME = "time_guidance_embed.timestep_embedder"
 SECOND_TIME = "time_guidance_embed.guidance_embedder"
+ATTENTION = {"automatic": automatic, "splash": splash}  # ``splash`` is for TPUs
 
 
 def transformer_parameters(config: TransformerConfig) -> dict[str, Parameter]:
@@ -105,6 +106,7 @@ def velocity(
     text_positions: np.ndarray,
     remat: bool = False,
     until: jax.Array | None = None,
+    attend: str | Callable = "automatic",
 ) -> jax.Array:
     """diffusers' ``Flux2Transformer2DModel``: noise minus data, as the model predicts it.
 
@@ -128,6 +130,10 @@ def velocity(
     until : jax.Array, optional
         For a flow map: the time that it goes to, (batch,). Then the result is the average velocity
         on the way from ``time`` to there.
+    attend : str or callable
+        Attention: a name in ``ATTENTION``, or a function that takes and gives what ``automatic``
+        does. To draw with it, give ``generate`` the velocity
+        ``functools.partial(velocity, attend="splash")``.
 
     Returns
     -------
@@ -137,10 +143,12 @@ def velocity(
     Raises
     ------
     ValueError
-        If there is a second time and the transformer has no embedder for it.
+        If there is a second time and the transformer has no embedder for it, or no such attention
+        here.
     """
+    attend = find_attention(attend, ATTENTION)
     rotation = rotary(np.concatenate([text_positions, image_positions]), config)
-    return predict(p, config, image, text, time, rotation, remat=remat, until=until)
+    return predict(p, config, image, text, time, rotation, attend, remat, until=until)
 
 
 def predict(

@@ -8,8 +8,8 @@ in ``ATTENTION``, or any function of this kind.
 The default is ``automatic``: ``plain``, but on GPUs, where the compiler would keep all scores in
 memory. On TPUs the compiler replaces ``plain`` by a kernel of its own, which keeps none, and with
 which the decoder of Stable Diffusion XL needs as little memory as with JAX's kernel, ``flash``.
-By what the compiler schedules, ``flash`` takes fewer cycles (`lab/ask/kernels.py`), but nobody has
-measured them on a chip with this model yet.
+By what the compiler schedules, ``flash`` takes fewer cycles, and for FLUX.2-klein another kernel of
+JAX's, ``splash`` (`lab/ask/kernels.py`), but nobody has measured them on a chip with these models.
 """
 
 import math
@@ -276,6 +276,35 @@ def flash_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Arra
     return y[:, :, :tokens, :size].swapaxes(1, 2).astype(value.dtype)
 
 
+def splash(
+    query: jax.Array, key: jax.Array, value: jax.Array, score_dtype: Any = None
+) -> jax.Array:
+    """JAX's other Pallas kernel for TPUs, splash attention, with a mask that hides nothing.
+
+    All three and the result are (batch, tokens, heads, size). Scores are float32, whatever
+    ``score_dtype`` is. It has no gradients here. On several devices it has to be inside of
+    ``jax.shard_map``, as ``flash``.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as pallas  # slow to import
+
+    tokens, heads, size = query.shape[1:]
+    block = min(512, 128 * math.ceil(tokens / 128))
+    total = block * math.ceil(tokens / block)
+    padding = ((0, 0), (0, 0), (0, total - tokens), (0, 0))
+    query = jnp.pad((query * size**-0.5).swapaxes(1, 2), padding)  # (batch, heads, total, size)
+    key = jnp.pad(key.swapaxes(1, 2), padding)
+    value = jnp.pad(value.swapaxes(1, 2), padding)
+    segments = None
+    if total > tokens:
+        is_real = jnp.int32(jnp.arange(total) < tokens)
+        segments = pallas.SegmentIds(q=is_real, kv=is_real)
+    mask = pallas.MultiHeadMask([pallas.FullMask((total, total))] * heads)
+    blocks = pallas.BlockSizes(block_q=block, block_kv=block)
+    kernel = pallas.make_splash_mha_single_device(mask, block_sizes=blocks)
+    y = jax.vmap(lambda *inputs: kernel(*inputs, segments))(query, key, value)
+    return y[:, :, :tokens].swapaxes(1, 2)
+
+
 def flash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """``flash_kernel`` where pixels look at pixels, and ``plain`` where they look at a text.
 
@@ -296,25 +325,28 @@ ATTENTION = {
 }
 
 
-def find_attention(attention: str | Callable) -> Callable:
-    """Return the function of this name in ``ATTENTION``; a function is returned as it is.
+def find_attention(
+    attention: str | Callable, functions: dict[str, Callable] = ATTENTION
+) -> Callable:
+    """Return the function of this name; a function is returned as it is.
 
-    A name that is not there raises ``ValueError``, and so does "flash" where there is no TPU.
+    A name that is not there raises ``ValueError``, and so does that of a kernel where there is no
+    TPU.
     """
     if callable(attention):
         return attention
-    if attention not in ATTENTION:
-        names = ", ".join(ATTENTION)
+    if attention not in functions:
+        names = ", ".join(functions)
         raise ValueError(
             f"There is no attention {attention!r}: choose one of {names}, or a function."
         )
-    if attention == "flash" and jax.default_backend() != "tpu":
+    if attention in ("flash", "splash") and jax.default_backend() != "tpu":
         raise ValueError(
-            f"The flash kernel runs on TPUs only, and this is a {jax.default_backend()}: choose "
-            "the attention 'automatic', or give the function course.model.attention.flash to "
-            "compile it for a TPU that is not here."
+            f"The {attention} kernel runs on TPUs only, and this is a {jax.default_backend()}: "
+            f"choose the attention 'automatic', or give the function "
+            f"course.model.attention.{attention} to compile it for a TPU that is not here."
         )
-    return ATTENTION[attention]
+    return functions[attention]
 
 
 def attention_parameters(channels: int, context: int | None = None) -> dict[str, Parameter]:

@@ -75,6 +75,8 @@ class Overlap:
 def read_computations(text: str) -> dict[str, list[str]]:
     """Read the lines of each computation by its name; the last one is the whole program's."""
     computations = {}
+    # What JAX notes of a kernel has line breaks.
+    text = re.sub(r"(?<=kernel_metadata=\{)\n(.*)\n(?=\}\})", r"\1", text)
     for line in text.splitlines():
         header = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
         if header:

@@ -498,19 +498,44 @@ def table_of_published() -> str:
 
 # What a step takes, one after another.
 BOUNDS = ("multiplying", "moving", "issuing", "exchanging")
+KINDS = ("kernels", "products", "others")  # of instructions, see ``roofline.seconds_by_kind``
 
 
 def table_of_kernels() -> str:
     """Return the cycles of attention by three kernels as a table in Markdown."""
     rows = []
     for row in read_record("ask/kernels"):
-        asked, answer = row["question"], row["answer"]
-        cycles = answer["cycles"], answer["others"], answer["cycles"] + answer["others"]
-        rows.append([*asked.values(), *(f"{number / 1e6:.2f}" for number in cycles)])
+        *asked, part = row["question"].values()
+        if part == STEP:
+            continue
+        cycles = row["answer"]["cycles"], row["answer"]["others"]
+        rows.append([*asked, *(f"{number / 1e6:.2f}" for number in (*cycles, sum(cycles)))])
     header = ["attention of", "chip", "kernel"]
     header += ["million cycles of the kernel", "around it", "in all"]
     alignment = ["left"] * 3 + ["right"] * 3
     return tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+
+
+def table_of_steps() -> str:
+    """Return the schedule of klein's step by two of these kernels as a table in Markdown.
+
+    Its last column says how much of a step with the compiler's own kernel is saved.
+    """
+    recorded = [row for row in read_record("ask/kernels") if row["question"]["part"] == STEP]
+    seconds = {}
+    for row in recorded:
+        seconds[row["question"]["chip"], row["question"]["kernel"]] = row["answer"]["seconds"]
+    rows = []
+    for chip, kernel in sorted(seconds):
+        times = [seconds[chip, kernel][kind] for kind in KINDS]
+        saved = 1 - sum(times) / sum(seconds[chip, "compiler"].values())
+        times = [f"{1e3 * each:.1f}" for each in (*times, sum(times))]
+        rows.append([chip, kernel, *times, f"{saved:.0%}" if kernel != "compiler" else ""])
+    header = ["chip", "attention in the step", "ms of kernels", "products", "others", "in all"]
+    header += ["saved"]
+    alignment = ["left"] * 2 + ["right"] * 5
+    table = tabulate(rows, header, tablefmt="pipe", colalign=alignment, disable_numparse=True)
+    return f"{table}\n\n" + say_who_answered((row["versions"], row["date"]) for row in recorded)
 
 
 def table_of_options() -> str:

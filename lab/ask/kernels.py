@@ -1,73 +1,51 @@
 """Attention on one chip by three kernels: the compiler's own, and JAX's, flash and splash.
 
 The compiler expects no cycles of a kernel, as it does of its other instructions, so its bundles are
-counted, see ``lab/ask/schedules.py``. It takes some minutes.
+counted, see ``lab/ask/schedules.py``. Asked is attention by itself, and the step of FLUX.2-klein-4B
+with the kernel that comes first there. It takes some minutes, and a step as long as all the rest.
 """
 
-import math
-import re
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+import itertools
 
 import jax
 
-from course.model.attention import block_sizes, flash_kernel, plain
-from course.tpu.pieces import Piece
-from course.tpu.roofline import KERNEL
+from course import flux2
+from course.model.attention import flash_kernel, plain, splash
+from course.tpu.chips import find_chip
+from course.tpu.pieces import Piece, flux2_step
+from course.tpu.programs import STEP, make_program
 from lab.ask.int8 import count_cycles
-from lab.ask.schedules import compile_with_bundles, count_bundles, lower_on_one
+from lab.ask.rooflines import schedule_of
+from lab.ask.schedules import compile_with_bundles, count_all, count_kernels, lower_on_one
 
-BLOCK = 512  # queries, which all three have on the chip at a time
 SHAPES = {  # of queries, keys and values
     "flux2": (1, 4608, 24, 128),
     "sdxl": (2, 4096, 10, 64),  # with guidance, where pixels are most
 }
-
-
-def splash(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Run JAX's splash attention, with a mask that hides nothing."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as pallas  # slow to import
-
-    _, tokens, heads, size = query.shape
-    mask = pallas.MultiHeadMask([pallas.FullMask((tokens, tokens))] * heads)
-    blocks = pallas.BlockSizes(block_q=BLOCK, block_kv=BLOCK)
-    kernel = pallas.make_splash_mha_single_device(mask, block_sizes=blocks)
-    query = (query * size**-0.5).swapaxes(1, 2)
-    return jax.vmap(kernel)(query, key.swapaxes(1, 2), value.swapaxes(1, 2)).swapaxes(1, 2)
-
-
-class Kernel(NamedTuple):
-    """A function with a kernel, and how many keys that has on the chip at a time."""
-
-    function: Callable
-    keys: Callable[[int], int]
-
-
-KERNELS = {
-    "compiler": Kernel(plain, lambda tokens: BLOCK),
-    "flash": Kernel(flash_kernel, lambda tokens: block_sizes(tokens, limit=BLOCK)[1]),
-    "splash": Kernel(splash, lambda tokens: BLOCK),
-}
+KERNELS = {"compiler": plain, "flash": flash_kernel, "splash": splash}
+CHIPS = ("v5e", "v6e")
+ATTENTION = "attention"
 
 
 def questions(rows: list[dict]) -> list[dict]:
-    return [
-        {"model": model, "chip": chip, "kernel": kernel}
-        for model in SHAPES
-        for chip in ("v5e", "v6e")
-        for kernel in KERNELS
-    ]
+    asked = list(itertools.product(SHAPES, CHIPS, KERNELS, [ATTENTION]))
+    asked += itertools.product(["flux2"], CHIPS, ["compiler", "splash"], [STEP])
+    return [dict(zip(("model", "chip", "kernel", "part"), each, strict=True)) for each in asked]
 
 
-def answer(model: str, chip: str, kernel: str) -> dict:
-    function, keys = KERNELS[kernel]
+def answer(model: str, chip: str, kernel: str, part: str) -> dict:
+    function = KERNELS[kernel]
+    if part == STEP:
+        velocity = functools.partial(flux2.velocity, attend=function)
+        program = make_program(model, chip, attention="automatic")
+        lowered = lower_on_one(flux2_step(program, velocity), chip)
+        return schedule_of(*compile_with_bundles(lowered, chip), chip, chips=1)
     shape = jax.ShapeDtypeStruct(SHAPES[model], "bfloat16")
     lowered = lower_on_one(Piece(function, (shape, shape, shape)), chip)
     said, bundles = compile_with_bundles(lowered, chip)
-    (line,) = (line for line in said["text"].splitlines() if KERNEL in line)
-    name = re.search(r"%([\w.-]+) = ", line)[1]
-    tokens = shape.shape[1]
+    text = said["text"]
     return {
-        "cycles": count_bundles(bundles[name], math.ceil(tokens / keys(tokens))),
-        "others": sum(count_cycles(said["text"]).values()),
+        "cycles": count_kernels(text, find_chip(chip), count_all(text, bundles)),
+        "others": sum(count_cycles(text).values()),
     }

@@ -2,9 +2,9 @@
 
 Google's recipes for Stable Diffusion XL set ``recipe`` (github.com/AI-Hypercomputer/tpu-recipes,
 ``inference/v5e/MaxDiffusion/SDXL``, ``inference/trillium/MaxDiffusion``); here it is asked for two
-pieces of its UNet. MaxDiffusion's README sets ``overlap``, so that Ulysses exchanges some heads
-while others are computed; here it is asked for a step of FLUX.2-klein-4B over eight chips. All of
-it takes half an hour.
+pieces of its UNet. MaxDiffusion's README sets ``overlap`` for Wan, so that Ulysses exchanges some
+heads while others are computed, and nothing for FLUX.2-klein; here it is asked for a step of
+FLUX.2-klein-4B over eight chips. All of it takes half an hour.
 """
 
 from course.tpu.programs import STEP

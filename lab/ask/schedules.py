@@ -16,6 +16,8 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+from jaxlib.mlir import ir
+from jaxlib.mosaic.python import tpu
 
 from course.tpu.chips import Chip, tpu_devices
 from course.tpu.compiler import compile_apart
@@ -117,7 +119,7 @@ def skipped(bundles: list[str], start: int, end: int) -> set[int]:
 
 
 def blocks_of_keys(line: str) -> int:
-    """Return how many blocks of keys the compiler's own kernel for attention has; 0 if it is none.
+    """Return how many blocks of keys a kernel for attention has; 0 if it is no kernel.
 
     Parameters
     ----------
@@ -127,7 +129,13 @@ def blocks_of_keys(line: str) -> int:
     body = re.search(r'"body":"([A-Za-z0-9+/=]+)"', line)
     if not body:
         return 0
-    bounds = re.search(rb"iteration_bounds = array<i64: ([\d, ]+)>", base64.b64decode(body[1]))
+    code = base64.b64decode(body[1])
+    if code.startswith(b"ML\xefR"):  # MLIR's bytecode: JAX's kernels
+        with ir.Context() as context:
+            tpu.register_dialect(context)
+            context.allow_unregistered_dialects = True
+            code = str(ir.Module.parse(code)).encode()
+    bounds = re.search(rb"iteration_bounds = array<i64: ([\d, ]+)>", code)
     return int(bounds[1].split(b",")[-1]) if bounds else 0
 
 

@@ -220,6 +220,7 @@ def fill_in(text: str, language: str, executed: Path) -> str:
         "book": lambda: book_link(language),
         "tpu-report": lambda: in_language("tpu-report", tpu_report()),
         "kernels": lambda: in_language("kernels", records.table_of_kernels()),
+        "steps": lambda: in_language("steps", records.table_of_steps()),
         "options": lambda: in_language("options", records.table_of_options()),
     }
     return re.sub(r"<!-- generated: ([a-z-]+) -->", lambda mark: generated[mark.group(1)](), text)
