@@ -54,7 +54,9 @@ lint: .venv/installed  ## check the style of code and notebooks, what is importe
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/deptry .
-	@$(BIN)/deptry helpers course notebooks --ignore DEP002 \
+	@rm -rf build/code-of-chapters
+	@$(BIN)/jupyter nbconvert --log-level=ERROR --to python --output-dir build/code-of-chapters notebooks/[0-9]*.ipynb
+	@$(BIN)/deptry helpers course build/code-of-chapters --exclude '\.venv' --ignore DEP002 \
 	--optional-dependencies-dev-groups lab,docs,test,dev
 	@$(BIN)/python -m lab.site.translations --check
 
