@@ -377,15 +377,30 @@ def _suitable_settings(folder: Path, model: str) -> tuple[int, int, float]:
     vae = read_part("vae")
     if model == "flux2":
         pixels = vae["sample_size"]
-        if read_index(folder).get("is_distilled"):
-            return pixels, 4, 1.0
+    else:
+        # Every block of the VAE but the last halves the height and the width.
+        pixels = read_part("unet")["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+    return pixels, *suitable_steps(model, pixels, bool(read_index(folder).get("is_distilled")))
+
+
+def suitable_steps(model: str, pixels: int, is_distilled: bool = False) -> tuple[int, float]:
+    """Return how many steps suit a model, and which guidance scale; at 1 there is no guidance.
+
+    Parameters
+    ----------
+    model : str
+        A key of `helpers.models.MODELS`.
+    pixels : int
+        The height and the width of the images that it was trained for.
+    is_distilled : bool
+        As ``model_index.json`` says of FLUX.2.
+    """
+    if model == "flux2":
+        if is_distilled:
+            return 4, 1.0
         if pixels < 256:  # lab/records/score/flux2.json
-            return pixels, 8, 3.0
-        return pixels, 50, 4.0
-    # Every block of the VAE but the last halves the height and the width.
-    pixels = read_part("unet")["sample_size"] * 2 ** (len(vae["block_out_channels"]) - 1)
+            return 8, 3.0
+        return 50, 4.0
     if pixels < 256:  # more steps get no more images right: lab/records/score/sd.json
-        return pixels, 15, 3.0
-    if model == "sdxl":
-        return pixels, 25, 5.0
-    return pixels, 50, 7.5
+        return 15, 3.0
+    return (25, 5.0) if model == "sdxl" else (50, 7.5)

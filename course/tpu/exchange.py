@@ -65,9 +65,7 @@ def received_bytes(exchanges: Iterable[Exchange], chips: int) -> float:
     return received
 
 
-def least_seconds(
-    exchanges: Iterable[Exchange], chip: str, chips: int, one_way: bool = False
-) -> float:
+def least_seconds(exchanges: Iterable[Exchange], chip: str, chips: int) -> float:
     """Return the seconds that the links need at least for what one step exchanges.
 
     Parameters
@@ -79,9 +77,12 @@ def least_seconds(
     chips : int
         How many exchange with one another, where an exchange does not say it itself: 4 or 8, as
         `tpu_devices` places them, or 2 neighbours, between which there is one link.
-    one_way : bool
-        Whether all collective-permutes go the same way round the ring. Otherwise they go as each
-        says, and those that say nothing both ways.
+
+    Notes
+    -----
+    A collective-permute goes round the ring as `Exchange.direction` says. Where that is 0, its
+    pieces go to chips farther off; they are counted as if each took one link, and both ways
+    shared them, which is too little rather than too much.
     """
     seconds = 0.0
     passed_on = {1: 0.0, -1: 0.0}  # bytes of collective-permutes, each way
@@ -91,7 +92,7 @@ def least_seconds(
             continue
         received = received_bytes([exchange], number)
         if exchange.kind == "collective-permute" and number > 2:
-            ways = [1] if one_way else [exchange.direction] if exchange.direction else [1, -1]
+            ways = [exchange.direction] if exchange.direction else [1, -1]
             for way in ways:
                 passed_on[way] += received / len(ways)
             continue

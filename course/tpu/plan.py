@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from tabulate import tabulate
 
 from course import flux2
-from course.families import code_of
+from course.families import Config, code_of
 from course.tpu import splits
 from course.tpu.chips import require_compiler
 from course.tpu.exchange import LINKS, least_seconds, received_bytes
@@ -29,6 +29,7 @@ from course.tpu.pieces import load_config, tree_bytes
 from course.tpu.programs import Program, make_program
 from course.tpu.records import Split, make_row, read_rows, read_split, write_rows
 from course.tpu.splits import Way, find_ways, whole_step
+from helpers.checkpoints import suitable_steps
 from helpers.places import read_record
 
 log = logging.getLogger(__name__)
@@ -126,19 +127,25 @@ def make_job(
         )
     if chips not in CHIPS:
         raise ValueError(f"{chips} chips cannot be asked for: choose 4 or 8.")
+    steps, guidance = suitable_draw(load_config(model))
     program = make_program(
         model,
         chip,
         batch=batch,
         height=height,
         width=width,
+        steps=steps,
         dtype=dtype,
         attention="automatic",
     )
-    if guided is None:
-        config = load_config(model)
-        guided = not (isinstance(config, flux2.Config) and config.is_distilled)
-    return Job(program, chips, guided)
+    return Job(program, chips, guidance > 1 if guided is None else guided)
+
+
+def suitable_draw(config: Config) -> tuple[int, float]:
+    """Return the steps and the guidance scale that suit a model, see `suitable_steps`."""
+    if isinstance(config, flux2.Config):
+        return suitable_steps("flux2", config.side, config.is_distilled)
+    return suitable_steps("sdxl" if config.is_xl else "sd", config.side)
 
 
 # Asking
@@ -295,7 +302,7 @@ def step_flops(job: Job) -> int:
     return sum(count * product.flops for product, count in products.items())
 
 
-def bound_of(split: Split, flops: int, chips: int, one_way: bool = False) -> Bound:
+def bound_of(split: Split, flops: int, chips: int) -> Bound:
     """Return the bounds for one way.
 
     Parameters
@@ -306,8 +313,6 @@ def bound_of(split: Split, flops: int, chips: int, one_way: bool = False) -> Bou
         Of all chips together, if none does what another does, too.
     chips : int
         How many chips there are.
-    one_way : bool
-        See `course.tpu.exchange.least_seconds`.
     """
     report = split.report
     together = chips_together(split)
@@ -316,7 +321,7 @@ def bound_of(split: Split, flops: int, chips: int, one_way: bool = False) -> Bou
     computing = max(on_chip / report.chip.peak, report.work.least_bytes / report.chip.bandwidth)
     may_wait = [each for each in split.exchanges if each.is_async]
     exchanging, may_hide = (
-        least_seconds(exchanges, report.chip.name, together, one_way)
+        least_seconds(exchanges, report.chip.name, together)
         for exchanges in (split.exchanges, may_wait)
     )
     beside = report.schedule.beside_exchange / max(report.schedule.flops, 1)
@@ -333,7 +338,7 @@ def rank(found: Mapping[Way, Split], flops: int, chips: int) -> dict[Way, Bound]
     bounds = {}
     for way, split in found.items():
         if split.report.work is not None:
-            bounds[way] = bound_of(split, flops, chips, way.goes_one_way)
+            bounds[way] = bound_of(split, flops, chips)
 
     def order(way: Way) -> tuple[bool, float]:
         return not bounds[way].split.report.fits, bounds[way].seconds

@@ -8,11 +8,10 @@ from course import flux2
 from course.commands import in_one_line
 from course.model.files import write_bytes
 from course.tpu.pieces import FLUX2_GUIDANCE, load_config
-from course.tpu.plan import Job
+from course.tpu.plan import Job, suitable_draw
 from course.tpu.splits import TENSOR_BY_HAND, Call, Way, flux2_call, sd_call
 from helpers.models import MODELS, bundled_names
 
-SD_GUIDANCE = 7.5
 NO_QUOTES = str.maketrans({'"': "'", "\\": "/"})  # so that no model's name ends the docstring
 PLAIN = '"plain"'
 SHARDINGS = """\
@@ -179,6 +178,10 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
     model = HUB_IDS.get(program.model, program.model)
     if model not in bundled_names() and Path(model).is_dir():
         model = str(Path(model).absolute())  # so the file can be started in any folder
+    config = load_config(program.model)
+    _, guidance = suitable_draw(config)
+    if guidance <= 1:  # a distilled model, whose guidance somebody asked for
+        guidance = FLUX2_GUIDANCE
     values = {
         "writer": WRITER,
         "title": in_one_line(str(job)).translate(NO_QUOTES),
@@ -190,15 +193,15 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
         "height": program.height,
         "width": program.width,
         "steps": program.steps,
+        "guidance": guidance if job.guided else None,
         "sizes": json.dumps(way.mesh),
         "rules": way.rules,
     }
-    if isinstance(load_config(program.model), flux2.Config):
+    if isinstance(config, flux2.Config):
         body = FLUX2
         values |= {
             "package": "flux2",
             "imports": "",
-            "guidance": FLUX2_GUIDANCE if job.guided else None,
             "velocity": f"velocity = {python_of('flux2', flux2_call(way))}",
             "loading": SORTED if way.kind == TENSOR_BY_HAND else LOADED,
         }
@@ -211,7 +214,6 @@ def write_plan(job: Job, way: Way, file: Path) -> None:
         values |= {
             "package": "sd",
             "imports": SHARDINGS,
-            "guidance": SD_GUIDANCE if job.guided else None,
             "attention": f"attention = {python_of('sd', call) if call else PLAIN}",
             "noise": ", ".join(axes),
         }

@@ -466,6 +466,12 @@ PUBLISHED_KLEIN_9B = (
     ),
 )
 
+# Z-Image-Turbo, whose nine steps nobody timed by themselves.
+PUBLISHED_Z_IMAGE = (
+    Published("one image", "v6e", 0.59, f"{MAXDIFFUSION}/446", 8, 1, model="Z-Image"),
+    Published("eight images", "v6e", 2.29, f"{MAXDIFFUSION}/446", 8, 8, model="Z-Image"),
+)
+
 
 def published_times() -> list[tuple[Published, Times]]:
     """Return the published times of SDXL, each with the recorded least time of the same program."""

@@ -66,11 +66,6 @@ class Way(NamedTuple):
             return "TENSOR_PARALLEL"
         return "FULLY_SHARDED" if self.kind == FULLY_SHARDED else "DATA_PARALLEL"
 
-    @property
-    def goes_one_way(self) -> bool:
-        """Whether all collective-permutes pass pieces on in the same direction."""
-        return self.kind == "ring"
-
     def __str__(self) -> str:
         if self.kind == FULLY_SHARDED:
             return f"{self.kind} over {self.groups}"
@@ -147,7 +142,7 @@ def make_mesh(chip: str, sizes: dict[str, int]) -> Mesh:
 
 
 def mesh_of(devices: list, sizes: dict[str, int]) -> Mesh:
-    """Return a mesh of devices, ordered by their places on the grid where these are two rows.
+    """Return a mesh of devices; TPU chips that lie in two rows are ordered by their places.
 
     Along the last axis with several chips neighbours are then neighbours on the grid, and so are
     the last chip and the first. In ``jax.make_mesh`` half of eight chips' neighbours are two links
@@ -159,6 +154,11 @@ def mesh_of(devices: list, sizes: dict[str, int]) -> Mesh:
     devices : list of jax.Device
     sizes : dict
         For each axis of the mesh, over how many devices it goes.
+
+    Raises
+    ------
+    ValueError
+        If chips lie in two rows, and the last axis with several of them goes over an odd number.
     """
     types = (AxisType.Auto,) * len(sizes)
     shape = tuple(sizes.values())
@@ -166,7 +166,10 @@ def mesh_of(devices: list, sizes: dict[str, int]) -> Mesh:
     if not rows:
         return jax.make_mesh(shape, tuple(sizes), devices=devices, axis_types=types)
     near, far = rows
-    length = next(size for size in reversed(shape) if size > 1) // 2
+    around = next(size for size in reversed(shape) if size > 1)
+    if around % 2:
+        raise ValueError(f"{around} chips of two rows are no ring: split over an even number.")
+    length = around // 2
     rings = [
         near[at : at + length] + far[at : at + length][::-1] for at in range(0, len(near), length)
     ]

@@ -2,7 +2,8 @@
 
 They are about the whole program from token ids to images, and about its parts, in bfloat16 and at
 1024 × 1024 pixels in four steps. An answer takes from ten seconds to twelve minutes on two cores.
-The answer about a step of Z-Image-Turbo was asked when the course had that model's code, too.
+About a step over eight chips a plan asks, see ``lab/ask/plans.py``. The answer about a step of
+Z-Image-Turbo was asked when the course had that model's code, too.
 """
 
 import contextlib
@@ -48,21 +49,14 @@ WAYS = {
     "data": Way({"data": 8}, flux2.DATA_PARALLEL, P("data"), images=8, by_shard_map=True),
     "data by the partitioner": Way({"data": 8}, flux2.DATA_PARALLEL, P("data"), images=8),
     "tensor": Way({"model": 8}, flux2.TENSOR_PARALLEL, P(), images=1),
-    "sequence": Way({"tokens": 8}, flux2.DATA_PARALLEL, P(None, "tokens"), images=1),
-    "ring": Way({"tokens": 8}, flux2.DATA_PARALLEL, P(None, "tokens"), images=1),
-    "Ulysses": Way({"tokens": 8}, flux2.DATA_PARALLEL, P(None, "tokens"), images=1),
+    "context": Way({"tokens": 8}, flux2.DATA_PARALLEL, P(None, "tokens"), images=1),
 }
-BY_HAND = ("ring", "Ulysses")  # where the partitioner is not asked
-
 
 QUESTIONS = [
     ("draw", "v5e", "one chip"),
     ("draw guided", "v5e", "one chip"),
     ("step", "v5e", "one chip"),
     ("step", "v5e", "one chip", "flash"),
-    ("step", "v5e", "tensor"),
-    ("step", "v5e", "tensor", "parts apart"),
-    ("step", "v5e", "sequence"),
     ("encode", "v5e", "one chip"),
     ("decode", "v5e", "one chip"),
     ("step", "v5e", "one chip", "from the host"),
@@ -70,19 +64,12 @@ QUESTIONS = [
     ("edit", "v5e", "one chip"),
     ("draw", "v5e", "data by the partitioner"),
     ("draw", "v5e", "data"),
-    ("step", "v6e", "tensor"),
-    ("step", "v6e", "tensor", "parts apart"),
-    ("step", "v6e", "sequence"),
     ("draw", "v5e", "tensor"),
-    ("draw", "v5e", "sequence"),
+    ("draw", "v5e", "context"),
     ("draw", "v6e", "tensor"),
-    ("draw", "v6e", "sequence"),
+    ("draw", "v6e", "context"),
     ("draw", "v6e", "one chip"),
     ("draw", "v6e", "data"),
-    ("step", "v5e", "Ulysses"),
-    ("step", "v5e", "ring"),
-    ("step", "v6e", "Ulysses"),
-    ("step", "v6e", "ring"),
 ]
 
 
@@ -196,50 +183,6 @@ def flash(query: jax.Array, key: jax.Array, value: jax.Array, attend: Callable) 
     return y.swapaxes(1, 2).reshape(batch, tokens, heads * channels)
 
 
-FUSED = "attn.to_qkv_mlp_proj"
-JOINED = "attn.to_out"
-
-
-def cut(name: str) -> list[int]:
-    """Return how many columns, or rows, each part of a single-stream block's fused matrix has."""
-    width = CONFIG.transformer.width
-    hidden = int(width * CONFIG.transformer.mlp_ratio)
-    if name == FUSED:
-        return [width, width, width, hidden, hidden]
-    return [width, hidden]
-
-
-def linear_by_parts(p: dict, name: str, x: jax.Array) -> jax.Array:
-    """Do as ``layers.linear`` where each part of a fused matrix is a matrix of its own."""
-    if f"{name}.0.weight" not in p:
-        return plain_linear(p, name, x)
-    parts = [p[f"{name}.{n}.weight"] for n in range(len(cut(name)))]
-    if name == FUSED:
-        return jnp.concatenate([x @ weight for weight in parts], axis=-1)
-    inputs = jnp.split(x, np.cumsum(cut(name))[:-1], axis=-1)
-    return sum(each @ weight for each, weight in zip(inputs, parts, strict=True))
-
-
-plain_linear = transformer.linear
-
-
-def cut_parameters(p: dict) -> dict:
-    """Return the transformer's shapes with shardings, the fused matrices cut into their parts."""
-    found = {}
-    for key, shape in p.items():
-        layer = key.removesuffix(".weight")
-        name = layer.removeprefix(f"{transformer.SINGLE}.*.")
-        if layer == name or name not in (FUSED, JOINED):
-            found[key] = shape
-            continue
-        axis = 2 if name == FUSED else 1
-        for n, size in enumerate(cut(name)):
-            sides = list(shape.shape)
-            sides[axis] = size
-            found[f"{layer}.{n}.weight"] = shape.update(shape=tuple(sides))
-    return found
-
-
 def wait_on_host(p: dict) -> dict:
     """Return a part's shapes, those of its blocks' matrices in the memory of a v5e's host."""
     on_host = SingleDeviceSharding(tpu_devices("v5e")[0], memory_kind=HOST)
@@ -260,8 +203,6 @@ VARIANTS = {
     "": Variant({}),
     # The Pallas kernel, where the compiler would make one of its own.
     "flash": Variant({"attention": flash}),
-    # Split over chips, each part of a fused matrix by itself, so that heads stay whole.
-    "parts apart": Variant({"linear": linear_by_parts}, cut_parameters),
     # The weights of blocks come to the device one block at a time.
     "from the host": Variant({}, wait_on_host),
 }
@@ -282,9 +223,6 @@ def answer(part: str, chip: str, way: str, variant: str) -> dict:
             stack.enter_context(mock.patch.object(transformer, name, function))
         if split.mesh:
             mesh = make_mesh(chip, split.mesh)
-            if way in BY_HAND:
-                velocity = flux2.split_tokens(mesh, way.lower())
-                stack.enter_context(mock.patch.object(flux2, "velocity", velocity))
             piece = take_part(part, split, variant, mesh)
             function = piece.function
             if split.by_shard_map:

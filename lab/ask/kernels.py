@@ -1,8 +1,9 @@
 """Attention on one chip by three kernels: the compiler's own, and JAX's, flash and splash.
 
 The compiler expects no cycles of a kernel, as it does of its other instructions, so its bundles are
-counted, see ``lab/ask/schedules.py``. Asked is attention by itself, and the step of FLUX.2-klein-4B
-with the kernel that comes first there. It takes some minutes, and a step as long as all the rest.
+counted, see ``lab/ask/schedules.py``. Asked is attention by itself, and a step of FLUX.2-klein-4B
+with the compiler's kernel and with splash, which comes first there. An answer about attention takes
+some seconds, and one about a step some minutes on quiet cores.
 """
 
 import functools

@@ -184,12 +184,19 @@ def count_kernels(text: str, chip: Chip, counted: dict[str, int]) -> int:
         For which it was compiled.
     counted : dict[str, int]
         From `count_all`.
+
+    Raises
+    ------
+    RuntimeError
+        If the compiler wrote no bundles of a kernel.
     """
-    return sum(
-        runs * counted.get(each.name, 0)
-        for each, runs in walk_instructions(text, chip)
-        if KERNEL in each.line
-    )
+    total = 0
+    for each, runs in walk_instructions(text, chip):
+        if KERNEL in each.line:
+            if each.name not in counted:
+                raise RuntimeError(f"The compiler wrote no bundles of the kernel {each.name}.")
+            total += runs * counted[each.name]
+    return total
 
 
 def form_of(lines: list[str], computations: dict[str, list[str]]) -> str:

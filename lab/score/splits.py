@@ -1,11 +1,12 @@
 """What the small models draw over several devices, beside what one draws of the same noise.
 
-The file that the planner writes for a way does it, on simulated devices in float32. Of each kind of
-way, and for each number of devices, it is the one in which the most devices share a picture that
-the model permits. For so many pictures the planner finds few ways, so there are three numbers: 8
-divides the first, 2 but not 4 the last, and in the second, which is odd, only guidance has halves
-to divide. A question names the weights' hash, so that other weights are scored anew. All of it
-takes about a quarter of an hour on 2 cores.
+The file that the planner writes for a way does it, on simulated devices in float32. For each kind
+of way and each number of devices one is asked: that in which the most devices share a picture, as
+far as the model permits. (Small FLUX.2 has 6 heads, so over 8 devices only 2 share the heads of a
+picture.) For so many pictures the planner finds few ways, so there are three numbers: 8 divides the
+first, 2 but not 4 the last, and in the second, which is odd, only guidance has halves to divide. A
+question names the weights' hash, so that other weights are scored anew. All of it takes about a
+quarter of an hour on 2 cores.
 """
 
 import dataclasses
@@ -22,9 +23,8 @@ import numpy as np
 from course import flux2
 from course.families import find_code
 from course.shapes import judge, scenes
-from course.tpu.pieces import FLUX2_GUIDANCE
 from course.tpu.plan import Job, make_job
-from course.tpu.plan_file import SD_GUIDANCE, write_plan
+from course.tpu.plan_file import write_plan
 from course.tpu.splits import DATA
 from helpers import find_model, simulate_devices
 from lab.score.flux2 import hash_of_weights
@@ -33,6 +33,7 @@ MODELS = ("shapes-flux2", "shapes-sd")
 PICTURES = (24, 25, 26)
 DEVICES = (2, 4, 8)
 STEPS = 8
+GUIDANCE = 3.0  # which suits both models
 
 
 def questions(rows: list[dict]) -> list[dict]:
@@ -48,15 +49,20 @@ def questions(rows: list[dict]) -> list[dict]:
     for (model, devices, _), (way, pictures) in found.items():
         weights = hash_of_weights(find_model(model))
         question = {"model": model, "weights": weights, "devices": devices}
-        asked.append(question | {"way": way, "pictures": pictures, "steps": STEPS})
+        question |= {"way": way, "pictures": pictures, "steps": STEPS, "guidance": GUIDANCE}
+        asked.append(question)
     return asked
 
 
-def answer(model: str, weights: str, devices: int, way: str, pictures: int, steps: int) -> dict:
+def answer(
+    model: str, weights: str, devices: int, way: str, pictures: int, steps: int, guidance: float
+) -> dict:
     simulate_devices(max(DEVICES))
     asked = scenes.held_out_captions(max(PICTURES))
     captions = tuple(scenes.caption(**named) for named in asked)
-    alone = draw_on_one(model, captions, steps)[:pictures]  # the first have the same noise
+    alone = draw_on_one(model, captions, steps, guidance)[
+        :pictures
+    ]  # the first have the same noise
     asked, captions = asked[:pictures], captions[:pictures]
     drawn = draw_split(find_job(model, pictures, devices, steps), way, captions)
     return {
@@ -85,7 +91,9 @@ def draw_split(job: Job, way: str, captions: tuple[str, ...]) -> np.ndarray:
 
 
 @functools.cache
-def draw_on_one(model: str, captions: tuple[str, ...], steps: int) -> np.ndarray:
+def draw_on_one(
+    model: str, captions: tuple[str, ...], steps: int, guidance: float = GUIDANCE
+) -> np.ndarray:
     """Draw what such a file draws, on one device: float32, from 0 to 1."""
     folder = find_model(model)
     code = find_code(folder)
@@ -95,10 +103,10 @@ def draw_on_one(model: str, captions: tuple[str, ...], steps: int) -> np.ndarray
     if code is flux2:
         noise = flux2.random_tokens(key, config, len(captions), side, side)
         ids = tokenize(captions)
-        images = generate(params, config, *ids, noise, side, side, steps, FLUX2_GUIDANCE, empty)
+        images = generate(params, config, *ids, noise, side, side, steps, guidance, empty)
     else:
         latents = side // config.pixels_per_latent
         noise = jax.random.normal(key, (len(captions), latents, latents, config.unet.in_channels))
         ids = tokenize(captions)
-        images = generate(params, config, ids, None, empty, steps, SD_GUIDANCE, noise)
+        images = generate(params, config, ids, None, empty, steps, guidance, noise)
     return np.float32(images)
