@@ -606,7 +606,7 @@ def test_the_file_of_a_way_draws_what_one_device_draws(model, way, tmp_path):
     names = runpy.run_path(str(tmp_path / "draw.py"))
     params, config, tokenize = names["load"](find_model(model), jnp.float32)
     drawn = names["draw"](params, config, tokenize, [PROMPT])
-    alone = draw_on_one(model, (PROMPT,), steps=2)
+    alone = draw_on_one(model, (PROMPT,), steps=2, guidance=3.0)
     assert 255 * np.abs(np.asarray(drawn) - alone).max() < 1
     with pytest.raises(ValueError, match=r"for 1 prompt\(s\) at a time"):
         names["draw"](params, config, tokenize, [PROMPT, PROMPT])
@@ -622,6 +622,12 @@ def test_the_file_draws_with_what_suits_the_model(model, steps, guidance, tmp_pa
     side = load_config(model).side
     found = [names[name] for name in ("STEPS", "GUIDANCE", "HEIGHT", "WIDTH")]
     assert found == [steps, guidance, side, side]
+
+
+def test_the_file_of_a_distilled_model_has_guidance_if_it_was_asked_for(tmp_path):
+    job = make_job("flux2", chips=4, guided=True)
+    write_plan(job, Way(CONTEXT, halves=2, share=2), tmp_path / "draw.py")
+    assert runpy.run_path(str(tmp_path / "draw.py"))["GUIDANCE"] == 4.0
 
 
 def test_no_name_of_a_folder_becomes_code(tmp_path):

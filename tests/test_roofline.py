@@ -21,7 +21,7 @@ from course.tpu.roofline import (
     seconds_by_kind,
     waiting_seconds,
 )
-from lab.ask.schedules import blocks_of_keys, count_all, count_bundles
+from lab.ask.schedules import blocks_of_keys, count_all, count_bundles, count_kernels
 
 # A second for 2^40 operations, and one for 2^30 bytes; its MXU has 128 rows and columns.
 CHIP = Chip("v5e", peak=2.0**40, bandwidth=2.0**30, on_chip=0, usable_hbm=2**40)
@@ -325,6 +325,14 @@ def test_a_kernel_says_how_many_blocks_of_keys_it_has():
     body = base64.b64encode(b"iteration_bounds = array<i64: 2, 20, 2, 3>, scratch").decode()
     assert blocks_of_keys(f'%k = custom-call(%q), backend_config={{"body":"{body}"}}') == 3
     assert blocks_of_keys("%k = fusion(%q), kind=kLoop") == 0
+
+
+def test_a_kernel_without_bundles_is_not_taken_for_none():
+    call = '%y = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call"'
+    text = text_of("%x = f32[8]{0} parameter(0)", call)
+    assert count_kernels(text, CHIP, {"y": 7}) == 7
+    with pytest.raises(RuntimeError, match="wrote no bundles of the kernel y"):
+        count_kernels(text, CHIP, {})
 
 
 def test_a_kernel_is_read_in_spite_of_line_breaks():

@@ -177,7 +177,7 @@ Compile a step of denoising for chips that are not there, split over them in sev
 the ways by a bound: with as many groups of chips as there are images, or runs of the model, and
 with all chips together. A folder gets a picture that compares the ways, and a file that draws in
 the first of them. What the compiler was asked now is kept there, too, so that an interrupted plan
-goes on where it stopped; it stands before what was recorded with the course.
+goes on where it stopped; it is used rather than what was recorded with the course.
 """
 PLAN_EXAMPLES = """\
 examples:

@@ -80,9 +80,9 @@ def least_seconds(exchanges: Iterable[Exchange], chip: str, chips: int) -> float
 
     Notes
     -----
-    A collective-permute goes round the ring as `Exchange.direction` says. Where that is 0, its
-    pieces go to chips farther off; they are counted as if each took one link, and both ways
-    shared them, which is too little rather than too much.
+    A collective-permute goes round the ring as `Exchange.direction` says. Where that is 0, most of
+    its pieces go to no neighbour, or nobody wrote it down: they are counted as if each took one
+    link, and both ways shared them, which is too little rather than too much.
     """
     seconds = 0.0
     passed_on = {1: 0.0, -1: 0.0}  # bytes of collective-permutes, each way

@@ -300,7 +300,7 @@ def recorded_splits(record: str) -> dict[str, Split]:
     Returns
     -------
     dict of Split
-        By what was asked, such as ``step, v5e, tensor``.
+        By what was asked, such as ``draw, v5e, tensor``.
     """
     splits = {}
     for row in read_record(record):

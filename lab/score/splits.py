@@ -23,7 +23,8 @@ import numpy as np
 from course import flux2
 from course.families import find_code
 from course.shapes import judge, scenes
-from course.tpu.plan import Job, make_job
+from course.tpu.pieces import load_config
+from course.tpu.plan import Job, make_job, suitable_draw
 from course.tpu.plan_file import write_plan
 from course.tpu.splits import DATA
 from helpers import find_model, simulate_devices
@@ -33,7 +34,6 @@ MODELS = ("shapes-flux2", "shapes-sd")
 PICTURES = (24, 25, 26)
 DEVICES = (2, 4, 8)
 STEPS = 8
-GUIDANCE = 3.0  # which suits both models
 
 
 def questions(rows: list[dict]) -> list[dict]:
@@ -49,7 +49,8 @@ def questions(rows: list[dict]) -> list[dict]:
     for (model, devices, _), (way, pictures) in found.items():
         weights = hash_of_weights(find_model(model))
         question = {"model": model, "weights": weights, "devices": devices}
-        question |= {"way": way, "pictures": pictures, "steps": STEPS, "guidance": GUIDANCE}
+        _, guidance = suitable_draw(load_config(model))
+        question |= {"way": way, "pictures": pictures, "steps": STEPS, "guidance": guidance}
         asked.append(question)
     return asked
 
@@ -60,10 +61,9 @@ def answer(
     simulate_devices(max(DEVICES))
     asked = scenes.held_out_captions(max(PICTURES))
     captions = tuple(scenes.caption(**named) for named in asked)
-    alone = draw_on_one(model, captions, steps, guidance)[
-        :pictures
-    ]  # the first have the same noise
-    asked, captions = asked[:pictures], captions[:pictures]
+    alone = draw_on_one(model, captions, steps, guidance)
+    # The first of more pictures have the same noise.
+    asked, captions, alone = asked[:pictures], captions[:pictures], alone[:pictures]
     drawn = draw_split(find_job(model, pictures, devices, steps), way, captions)
     return {
         "difference": float(255 * np.abs(drawn - alone).max()),
@@ -91,9 +91,7 @@ def draw_split(job: Job, way: str, captions: tuple[str, ...]) -> np.ndarray:
 
 
 @functools.cache
-def draw_on_one(
-    model: str, captions: tuple[str, ...], steps: int, guidance: float = GUIDANCE
-) -> np.ndarray:
+def draw_on_one(model: str, captions: tuple[str, ...], steps: int, guidance: float) -> np.ndarray:
     """Draw what such a file draws, on one device: float32, from 0 to 1."""
     folder = find_model(model)
     code = find_code(folder)
