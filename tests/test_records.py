@@ -254,7 +254,7 @@ def test_the_table_has_a_row_for_each_program_and_its_largest_batch():
     )
     larger = [
         Answer(dataclasses.replace(program, batch=batch), {WHOLE: report})
-        for batch, report in ((2, later), (3, REFUSED), (4, REFUSED))
+        for batch, report in ((2, later), (3, REFUSED), (8, REFUSED))
     ]
     other = Answer(make_program("sdxl", "v6e", steps=20, split_head_dim=False), {WHOLE: REFUSED})
     table = table_of([first, *larger, other]).replace("\N{NO-BREAK SPACE}", " ")
@@ -304,8 +304,8 @@ def test_the_search_finds_the_largest_batch_that_fits():
 def test_the_search_goes_on_where_a_larger_batch_may_still_fit():
     program = make_program("shapes-sd")
     tried = {1: True, 2: True, 3: False}
-    assert programs.next_batch(program, answers_for(tried)) == 4
-    assert programs.next_batch(program, answers_for(tried | {4: True})) == 8
+    assert programs.next_batch(program, answers_for(tried)) == 8
+    assert programs.next_batch(program, answers_for(tried | {8: True})) == 16
     tried = {28: True, 29: False}
     assert programs.next_batch(program, answers_for(tried)) == 32
     assert programs.next_batch(program, answers_for(tried | {32: False})) is None
@@ -315,9 +315,9 @@ def test_a_largest_batch_is_confirmed_by_larger_ones():
     program = make_program("shapes-sd")
     assert largest_batch(program, answers_for({1: True, 3: True})) is None
     assert largest_batch(program, answers_for({1: True, 3: True, 5: False})) is None
-    assert largest_batch(program, answers_for({1: True, 3: True, 4: False})) == 3
-    assert largest_batch(program, answers_for({2: True, 3: False})) is None
-    assert largest_batch(program, answers_for({2: True, 3: False, 4: False})) == 2
+    assert largest_batch(program, answers_for({1: True, 3: True, 4: False, 8: False})) == 3
+    assert largest_batch(program, answers_for({2: True, 3: False, 4: False})) is None
+    assert largest_batch(program, answers_for({2: True, 3: False, 8: False})) == 2
     assert largest_batch(program, answers_for({28: True, 29: False})) is None
     assert largest_batch(program, answers_for({28: True, 29: False, 32: True})) is None
     confirmed = {28: True, 29: False, 32: True, 33: False, 40: False}
