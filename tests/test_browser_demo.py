@@ -168,7 +168,15 @@ def test_before_it_draws_the_page_is_light_and_asks_no_other_host(open_page, add
     page = open_page("docs/teach")
     loaded = {}
     page.on("response", lambda answer: loaded.update({answer.url: len(answer.body())}))
-    page.goto(f"{address}/index.html", wait_until="networkidle")
+    page.goto(f"{address}/index.html")
+    # On a busy machine the network may be idle before the page's script begins.
+    for name in ("settings.json", "drawn.webp", "scenes.webp"):
+        page.wait_for_function(
+            "name => performance.getEntriesByType('resource').some(e => e.name.endsWith(name))",
+            arg=name,
+            timeout=120_000,
+        )
+    page.wait_for_load_state("networkidle")
     assert all(url.startswith(address) for url in loaded)
     own = {
         url: size for url, size in loaded.items() if "/draw/" in url or url.endswith("index.html")
