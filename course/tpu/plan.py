@@ -400,7 +400,7 @@ def name_of(way: Way, found: Bound) -> str:
 
 def draw_comparison(job: Job, bounds: Mapping[Way, Bound]) -> Figure:
     """Draw a bar for each way: computing, and what of the exchange is not hidden."""
-    figure = Figure(figsize=(9, 1.6 + 0.4 * len(bounds)), layout="constrained")
+    figure = Figure(figsize=(9, 1.8 + 0.4 * len(bounds)), layout="constrained")
     axes = figure.subplots()
     for way, found in bounds.items():
         name = name_of(way, found)
@@ -411,11 +411,12 @@ def draw_comparison(job: Job, bounds: Mapping[Way, Bound]) -> Figure:
         end = 1e3 * (found.computing + found.exchanging)
         axes.text(end, name, f" {1e3 * found.seconds:.3g}", va="center")
     axes.invert_yaxis()
-    axes.margins(x=0.1)
+    longest = max(found.computing + found.exchanging for found in bounds.values())
+    axes.set_xlim(0, 1.15e3 * longest)  # with room for the number
     axes.set_xlabel("ms of a step at least")
     figure.suptitle(str(job), fontsize="medium")
     names = ["computing", "exchange", "exchange that can hide"]
-    axes.legend(names, loc="upper right")  # where bars are the shortest
+    figure.legend(axes.containers[:3], names, loc="outside lower center", ncols=3)
     return figure
 
 
